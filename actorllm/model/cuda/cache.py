@@ -48,7 +48,7 @@ class DeviceCache:
             num_bytes = math.prod(shape) * dtype.itemsize
             self._region = device.reserve(num_bytes)
             self._region.map()
-            self.pool = device.bytes_of(self._region)[:num_bytes].view(dtype).view(shape).zero_()
+            self.pool = device.bytes_of(self._region.addresses)[:num_bytes].view(dtype).view(shape).zero_()
         else:
             self.pool = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [

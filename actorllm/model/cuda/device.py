@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import host_graph
 from actorllm.model.cuda.proof import preflight
-from actorllm.model.cuda.virtual_memory import Driver, DriverError, Region
+from actorllm.model.cuda.virtual_memory import Addresses, Driver, DriverError, Region
 from actorllm_kernels.configs import MAX_SHARED, architecture_of
 
 logger = logging.getLogger(__name__)
@@ -125,9 +125,9 @@ class Device(ABC):
         """Whether this address is of a region of this device."""
         return self._driver is not None and self._driver.has_reserved(address)
 
-    def bytes_of(self, region: Region) -> torch.Tensor:
-        """All addresses of a region, uint8; there must be memory behind the first one."""
-        return torch.from_numpy(np.asarray(region.addresses))
+    def bytes_of(self, addresses: Addresses) -> torch.Tensor:
+        """The memory at addresses of a region, uint8; there must be some behind the first one."""
+        return torch.from_numpy(np.asarray(addresses))
 
     def host_bytes(self, num_bytes: int) -> torch.Tensor:
         """Memory of the host for a copy, uint8: pinned where that is possible."""
@@ -254,9 +254,9 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)  # which has made the context that the driver needs
         return Driver(self.torch_device.index)
 
-    def bytes_of(self, region: Region) -> torch.Tensor:
-        tensor = torch.as_tensor(region.addresses, device=self.torch_device)
-        if tensor.data_ptr() != region.address:
+    def bytes_of(self, addresses: Addresses) -> torch.Tensor:
+        tensor = torch.as_tensor(addresses, device=self.torch_device)
+        if tensor.data_ptr() != addresses.address:
             raise DriverError(f"torch {torch.__version__} makes a copy of memory at addresses that are reserved")
         return tensor
 

@@ -53,7 +53,7 @@ class SleepingWeights:
             size += -(-(block.end - block.start) // ALIGNMENT) * ALIGNMENT
         self._region = device.reserve(size)
         self._region.map(1)
-        self._bytes = device.bytes_of(self._region)
+        self._bytes = device.bytes_of(self._region.addresses)
         self._kept: list[tuple[int, torch.Tensor]] | None = None
         """While they sleep, copies of parts by their places in the region."""
         self.lacks_weights = False
@@ -74,11 +74,12 @@ class SleepingWeights:
         first = block.start - one.untyped_storage().data_ptr()
         source = torch.empty(0, dtype=torch.uint8, device=one.device)
         source.set_(one.untyped_storage(), first, (size,), (1,))
-        self._bytes[block.offset : block.offset + size].copy_(source)
-        storage = self._bytes.untyped_storage()
+        # A storage of its own: a copy of all that a tensor shares its memory with has no other weights.
+        moved = self._device.bytes_of(self._region.addresses.part(block.offset, size))
+        moved.copy_(source)
         for tensor in block.tensors:
-            offset = (block.offset + tensor.data_ptr() - block.start) // tensor.element_size()
-            tensor.set_(storage, offset, tensor.shape, tensor.stride())
+            offset = (tensor.data_ptr() - block.start) // tensor.element_size()
+            tensor.set_(moved.untyped_storage(), offset, tensor.shape, tensor.stride())
         block.start, block.end = self._region.address + block.offset, self._region.address + block.offset + size
 
     @property

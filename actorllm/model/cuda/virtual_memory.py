@@ -197,8 +197,14 @@ class Driver:
 class Addresses:
     """What tensors of a region are made of, and hold. Numpy and torch read it as an array of bytes."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, whole: Addresses | None = None) -> None:
+        """whole: those that these are a part of, which stay as long as the part."""
         self.address, self.num_bytes = address, num_bytes
+        self._whole = whole
+
+    def part(self, start: int, num_bytes: int) -> Addresses:
+        """num_bytes from the start-th on. Tensors of parts have storages of their own."""
+        return Addresses(self.address + start, num_bytes, self)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

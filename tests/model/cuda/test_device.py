@@ -13,7 +13,7 @@ import torch
 
 from actorllm.errors import ConfigError
 from actorllm.model.cuda.device import CudaDevice, CudaDownload, check_gpu
-from actorllm.model.cuda.virtual_memory import DriverError
+from actorllm.model.cuda.virtual_memory import Addresses, DriverError
 from actorllm_kernels.configs import MAX_SHARED, architecture_of
 
 
@@ -137,9 +137,9 @@ def test_copies_on_the_host_are_pinned_where_that_is_possible(device: Any, monke
 def test_tensors_at_reserved_addresses_are_no_copies(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy would be given back with nothing, and what is recorded would hold its addresses."""
     there, copy = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    region = SimpleNamespace(addresses=object(), address=there.data_ptr())
-    monkeypatch.setattr(torch, "as_tensor", lambda data, device: there if data is region.addresses else None)
-    assert device.bytes_of(region) is there
+    addresses = Addresses(there.data_ptr(), 8)
+    monkeypatch.setattr(torch, "as_tensor", lambda data, device: there if data is addresses else None)
+    assert device.bytes_of(addresses) is there
     monkeypatch.setattr(torch, "as_tensor", lambda data, device: copy)
     with pytest.raises(DriverError, match="makes a copy of memory at addresses that are reserved"):
-        device.bytes_of(region)
+        device.bytes_of(addresses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, EngineError, UnsupportedModelError
 from actorllm.model.cuda import sleeping_weights
 from actorllm.model.cuda.device import HostDevice
+from actorllm.model.cuda.proof.self_check import Copies
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.cuda.sleeping_weights import MovedMemory, SleepingWeights, tensors_below
 from actorllm.model.cuda.weight_copies import pairs
@@ -366,6 +368,20 @@ def test_memory_that_weights_have_left_is_given_back_while_others_are_moved(
     assert len(held) > 3
     assert held == sorted(held)
     assert held[0] < runner._sleeping.num_bytes, "the first time, some are not moved yet"
+
+
+def test_copies_of_a_tensor_hold_no_other_weights(build: Build, tmp_path: Path) -> None:
+    """The check of kernels copies what a tensor shares its memory with, and a GPU has no room for all weights twice."""
+    _, runner = build(saved(tmp_path / "model", 1, tie_word_embeddings=True))
+    tensors = [one for one in tensors_below(runner.model) if one.numel()]
+    assert len(tensors) > 20
+    for tensor in tensors:
+        saving, copies = io.BytesIO(), Copies()
+        torch.save(tensor, saving)
+        copies.of(tensor)
+        ((_, copy),) = copies._storages.values()
+        assert copy.nbytes <= 2 * tensor.nbytes
+        assert len(saving.getvalue()) <= 2 * tensor.nbytes + 4096
 
 
 def test_a_cache_whose_size_is_measured(build: Build, memory: HostMemory, tmp_path: Path) -> None:

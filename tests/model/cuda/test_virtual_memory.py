@@ -38,7 +38,7 @@ def test_memory_goes_and_comes_under_addresses_that_stay(memory: HostMemory, dev
     region.map()
     assert region.is_mapped
     assert memory.held == device.resident_bytes() == 4 * PIECE
-    tensor = device.bytes_of(region)
+    tensor = device.bytes_of(region.addresses)
     assert tensor.data_ptr() == region.address
     tensor.fill_(7)
     region.unmap()
@@ -69,7 +69,8 @@ def test_what_was_given_back_cannot_be_touched(device: HostDevice) -> None:
 def test_tensors_hold_their_addresses(memory: HostMemory, device: HostDevice) -> None:
     region = device.reserve(PIECE)
     region.map()
-    part = device.bytes_of(region)[8:16].view(torch.int64)
+    part = device.bytes_of(region.addresses.part(8, 8)).view(torch.int64)
+    assert (part.data_ptr(), part.untyped_storage().nbytes()) == (region.address + 8, 8)
     del region
     gc.collect()
     part[0] = 5
@@ -103,7 +104,7 @@ def test_memory_that_cannot_be_given_back_is_mapped_again(name: str, memory: Hos
         region.unmap()
     assert 0 < memory.held < 4 * PIECE
     region.map()
-    device.bytes_of(region).fill_(1)
+    device.bytes_of(region.addresses).fill_(1)
     region.unmap()
     lost = PIECE if name == "cuMemRelease" else 0  # what is not mapped any more, and not released
     assert memory.held == lost
