@@ -309,10 +309,11 @@ class TransferGroup:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Beside the stream of the steps."""
+        """Beside the stream of the steps, and behind what this thread has launched: tensors that travel are made there."""
         if self._stream is None:
             yield
             return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 

@@ -6,7 +6,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,31 @@ def test_what_the_trainer_says_otherwise_is_refused(own: dict[str, Any], said: s
     store = serve(GroupPlace(**told, master_port=0), SIZES)
     with pytest.raises(InvalidParameterError, match=said):
         TransferGroup(GroupPlace(**(told | own), master_port=store.port), 1, CPU)
+
+
+def test_broadcasts_on_a_gpu_come_behind_what_makes_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be under way on the stream of the thread, as a step of an optimizer is; they have a stream of their own."""
+    done: list[Any] = []
+
+    def broadcast(tensor: torch.Tensor, rank: int) -> Any:
+        done.append("broadcast")
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        done.append(("is on", stream))
+        yield
+
+    own: Any = SimpleNamespace(wait_stream=lambda other: done.append(("waits for", other)))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("that of the thread", device))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    group = TransferGroup.__new__(TransferGroup)
+    group.place, group._device, group._stream = GroupPlace("nccl", "127.0.0.1", 1, 2), gpu, own
+    group._group = SimpleNamespace(broadcast=broadcast)
+    group._broadcast(torch.zeros(1))
+    assert done == [("waits for", ("that of the thread", gpu)), ("is on", own), "broadcast"]
 
 
 def test_a_port_that_is_taken_is_named() -> None:
