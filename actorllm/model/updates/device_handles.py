@@ -8,7 +8,6 @@ are through, and each telling is opened once. No GPU has run this yet; the tests
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ def told_of_arguments(name: str, arguments: Sequence[Any]) -> dict[str, Any]:
 def checked_handle(name: str, told: object) -> dict[str, Any]:
     """A handle that a caller gives: `told_of_tensor`, or the arguments themselves. Raises InvalidParameterError."""
     if isinstance(told, list | tuple):
-        return told_of_arguments(name, told)
+        told = told_of_arguments(name, told)
     keys = {*IN_BYTES, *NUMBERS, *LISTS, "dtype", "waits_for_event"}
     if not isinstance(told, Mapping) or told.keys() != keys:
         raise InvalidParameterError(f"the handle of {name!r} is {shown(told)}; give what told_of_tensor says of it")
@@ -92,7 +91,7 @@ def checked_handle(name: str, told: object) -> dict[str, Any]:
     try:
         for key in IN_BYTES:
             base64.b64decode(found[key], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise InvalidParameterError(f"the handle of {name!r}: {key} is no base64: {error}") from error
     return found
 

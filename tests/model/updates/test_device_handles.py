@@ -35,6 +35,14 @@ def test_the_arguments_of_torch_do_as_well(gpu: SharedGPU) -> None:
     assert torch.equal(device_handles.opened(handle, torch.device("cuda", 0)), torch.arange(3.0))
 
 
+@pytest.mark.parametrize(("place", "value"), [("dtype", torch.complex64), ("offset", -1), ("handle", b"a" * 4096)])
+def test_what_torch_would_not_take_is_no_argument(gpu: SharedGPU, place: str, value: object) -> None:
+    arguments = list(device_handles.reduce_tensor(gpu.tensor(torch.zeros(2)))[1])
+    arguments[device_handles.ORDER.index(place)] = value
+    with pytest.raises(InvalidParameterError, match=r"the handle of 'a' is .* give what told_of_tensor says"):
+        device_handles.checked_handle("a", arguments)
+
+
 def test_the_order_is_that_of_torch() -> None:
     """Of the release that is here: the names of the arguments say what they are."""
     import inspect
@@ -59,6 +67,7 @@ def test_a_tensor_of_the_host_is_not_shared() -> None:
     ("change", "said"),
     [
         ({"handle": "?"}, "handle is no base64"),
+        ({"handle": "é"}, "handle is no base64"),
         ({"handle": "A" * 5000}, "give what told_of_tensor says"),
         ({"offset": -1}, "give what told_of_tensor says"),
         ({"shape": [1.5]}, "give what told_of_tensor says"),
