@@ -198,7 +198,7 @@ async def test_a_trainer_that_is_stopped_is_silent(expected: list[list[int]]) ->
 
 
 async def sender_here(llm: AsyncLLM, timeout_s: float) -> WeightSender:
-    """A trainer in this process, which the rank has met."""
+    """A trainer in this process, which the rank has met. timeout_s: of the rank; the trainer waits long for it to come."""
     found: list[WeightSender] = []
     (sent, received) = anyio.create_memory_object_stream[int](1)
 
@@ -211,7 +211,7 @@ async def sender_here(llm: AsyncLLM, timeout_s: float) -> WeightSender:
         def tell(port: int) -> None:
             anyio.from_thread.run_sync(sent.send_nowait, port)
 
-        return WeightSender(world_size=2, timeout_s=timeout_s, on_listening=tell)
+        return WeightSender(world_size=2, timeout_s=60, on_listening=tell)
 
     with sent, received:
         async with anyio.create_task_group() as tasks:
