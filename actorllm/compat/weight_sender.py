@@ -12,6 +12,7 @@ Imports torch, and no engine.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -183,7 +184,7 @@ class HttpEngine:
                 answer.read()
         except urllib.error.HTTPError as error:
             raise EngineError(f"{path}: {error.code} {error.read()[:2000].decode(errors='replace')}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{path}: {self._url} cannot be reached: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,22 @@ def test_what_a_server_refuses_is_told(refusing: Any) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(EngineError, match=r"start_weight_update: http://127.0.0.1:9 cannot be reached"):
         HttpEngine("http://127.0.0.1:9").start_weight_update()
+
+
+def test_what_is_no_server_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"+OK ready\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(EngineError, match=r"start_weight_update: .* cannot be reached: \+OK ready"):
+            HttpEngine(f"http://127.0.0.1:{listening.getsockname()[1]}").start_weight_update()
+        thread.join()
 
 
 def test_without_an_engine_nothing_is_updated() -> None:
