@@ -899,11 +899,9 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     @property
     def wants_to_record(self) -> bool:
         """Whether `record_next` has something to do, and may be called when this rank has time."""
-        if self._is_asleep:
-            return False
-        if self._draft_runner is not None and self._draft_runner.wants_to_record:
-            return True
-        return self.collectives.size == 1 and self.graphs.next_wanted() is not None
+        wants = self._draft_runner is not None and self._draft_runner.wants_to_record
+        wants = wants or (self.collectives.size == 1 and self.graphs.next_wanted() is not None)
+        return wants and not self._is_asleep  # last, as it looks at all memory and this is asked between steps
 
     @torch.inference_mode()
     def _try_recording(self) -> None:
