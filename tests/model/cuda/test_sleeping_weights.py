@@ -130,7 +130,6 @@ def test_streams_graphs_and_addresses_are_those_before(
         assert runner._sleeping is not None
         left_out = runner._sleeping.num_bytes - copied(runner)
         assert (left_out > 0.9 * sum(weights.values())) == (level == 2), "of what is read again there is no copy"
-        assert not runner.wants_to_record
         assert llm.sleep(level) == 0, "asked again, it sleeps on"
         llm.wake_up(["weights"])
         assert llm.is_sleeping()
@@ -176,6 +175,19 @@ def test_a_replay_before_waking_ends_the_process(build: Build, tmp_path: Path) -
     assert (signal_of(replay), signal_of(read)) == (signal.SIGSEGV, 0)
     llm.wake_up()
     assert (signal_of(replay), signal_of(read)) == (0, 0)
+
+
+def test_no_step_is_recorded_while_it_sleeps(build: Build, tmp_path: Path) -> None:
+    """Not before all is there again: recording launches the step."""
+    llm, runner = build(saved(tmp_path / "model", 1))
+    llm.sleep()
+    runner.graphs._misses[next(iter(graphs(runner)))] = 1
+    assert not runner.wants_to_record
+    llm.wake_up(["weights"])
+    assert not runner.wants_to_record
+    runner._pool.restore()
+    assert runner.wants_to_record
+    runner.graphs._misses.clear()
 
 
 def drafting(tmp_path: Path) -> tuple[str, dict[str, Any]]:
@@ -296,7 +308,6 @@ def test_memory_that_is_not_there_at_waking(build: Build, memory: HostMemory, tm
         llm.wake_up()
     assert llm.is_sleeping()
     assert memory.held == 0
-    assert not runner.wants_to_record
     memory.limit(held - PIECE)  # enough for the weights
     with pytest.raises(EngineError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         llm.wake_up()
