@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from actorllm.client.transports.shared_devices import SharedDevices
 from actorllm.client.weight_memory import LEAST_BYTES, MAX_FILES, WeightFile, WeightMemory
-from actorllm.errors import CorruptModelError
+from actorllm.errors import CorruptModelError, InvalidParameterError
 from actorllm.model import memory
 from actorllm.model.updates.tensor_files import MappedTensors, TensorFile, file_of_tensors
 from tests import programs
@@ -43,6 +44,18 @@ def test_memory_of_the_version_before_serves_the_next_one() -> None:
         file.close()
     weights.close()
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_part_that_is_refused_takes_no_kept_memory() -> None:
+    weights = WeightMemory()
+    lasting, first = weights.new(MANY), weights.new(MANY)
+    first.close()
+    part = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[MANY // 4]], "ipc_handles": [{"GPU-1": "none"}]}
+    with pytest.raises(InvalidParameterError, match="the handle of 'a'"):
+        SharedDevices().part(part, weights)
+    assert weights.num_kept_bytes == MANY
+    lasting.close()
+    weights.close()
 
 
 def test_memory_that_is_still_read_is_not_written_to() -> None:

@@ -33,7 +33,8 @@ class SharedDevices:
             )
         only("update_info", info, (*DESCRIBED, "ipc_handles"), CUDA_IPC)
         layout = described(info)
-        return RankJob("open", laid_out(layout, kept), by_device=_checked(info.get("ipc_handles"), layout))
+        handles = _checked(info.get("ipc_handles"), layout)  # before memory that is kept is given to it
+        return RankJob("open", laid_out(layout, kept), by_device=handles)
 
     def whole(self, tensors: object, kept: WeightMemory | None) -> RankJob:
         """As `Transport.whole`; EngineError: there is no memory."""
