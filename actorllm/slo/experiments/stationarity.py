@@ -40,6 +40,8 @@ MAX_UNCERTAIN_DRIFT = 0.05
 """A growth by more of the arriving work is no proof of a stationary run, even if chance may explain it."""
 MAX_UNSEEN_DRIFT = 0.1
 """Likewise for several runs together: two standard errors above their mean growth."""
+MIN_RUNS = 8
+"""Of fewer runs, how much they differ is chance itself: two that are behind by the same have a standard error of 0."""
 MIN_REQUESTS = 100
 MIN_PROMISES = 4.0
 """A run must be so many times as long as the longest promise."""
@@ -135,7 +137,7 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
     """The finding on several runs of one rate, with its reason. found: of each run what `Stationarity.to_dict` gives.
 
     Of a dozen runs that keep up, one looks as if it did not: bursts do that. So the growth is judged by its mean over the runs, and
-    by how much they differ.
+    by how much they differ. Of fewer than MIN_RUNS, one must show it by itself as well.
     """
     if len(found) == 1:
         return found[0]["verdict"], found[0]["message"]
@@ -144,13 +146,15 @@ def together(found: Sequence[Mapping[str, Any]]) -> tuple[Verdict, str]:
         by_verdict[one["verdict"]].append(one)
     drifts = np.array([one.get("drift", 0.0) for one in found])
     drift, error = float(drifts.mean()), float(drifts.std(ddof=1)) / math.sqrt(drifts.size)
-    told = (
-        f"of {drifts.size} runs the backlog grew by {drift:.0%} of what arrived in the mean, standard error {error:.1%}"
-    )
-    if drift >= MIN_DRIFT and drift >= MIN_SCORE * error:
+    changed = f"grew by {drift:.0%}" if drift >= 0 else f"fell by {-drift:.0%}"
+    told = f"of {drifts.size} runs the backlog {changed} of what arrived in the mean, standard error {error:.1%}"
+    seems_growing = drift >= MIN_DRIFT and drift >= MIN_SCORE * error
+    if seems_growing and (by_verdict["growing"] or drifts.size >= MIN_RUNS):
         return "growing", f"{told}: more than the engine can take; what these runs show depends on how long they are"
     if len(by_verdict["growing"]) > drifts.size / 2:
         return "growing", by_verdict["growing"][0]["message"]
+    if seems_growing:
+        return "short", f"{told}: of so few runs that may be chance; use more seeds"
     # Short for other reasons than bursts: all runs of the rate are.
     for one in by_verdict["short"]:
         if one.get("drift", 0.0) <= MAX_UNCERTAIN_DRIFT:

@@ -27,6 +27,17 @@ def one_server(utilization: float, num: int, seed: int, *, cv: float = 1.0) -> R
     return timeline_of_streams(arrival, np.full(num, 10, np.int32), [np.array([end]) for end in ends.tolist()])
 
 
+def bursts(utilization: float, seed: int) -> RunTimeline:
+    """The same with services that differ, and phases without arrivals."""
+    rng = np.random.default_rng(seed)
+    arrival = bursty_arrivals(2000, 1.0, seed=seed) / utilization
+    ends, free = np.empty(2000), 0.0
+    for row, (at, service) in enumerate(zip(arrival.tolist(), rng.exponential(1.0, 2000).tolist(), strict=True)):
+        free = max(free, at) + service
+        ends[row] = free
+    return timeline_of_streams(arrival, np.full(2000, 10, np.int32), [np.array([end]) for end in ends.tolist()])
+
+
 @pytest.mark.parametrize("cv", [1.0, 3.0])
 def test_a_server_that_keeps_up_is_stationary(cv: float) -> None:
     verdicts = [judge(one_server(0.7, 2000, seed, cv=cv)).verdict for seed in range(30)]
@@ -46,14 +57,7 @@ def test_bursts_that_may_be_chance_prove_nothing() -> None:
     """Half as many requests again as the server can take, in a few bursts: not significant, and not stationary either."""
     verdicts = []
     for seed in range(30):
-        rng = np.random.default_rng(seed)
-        arrival = bursty_arrivals(2000, 1.0, seed=seed) / 1.5
-        ends, free = np.empty(2000), 0.0
-        for row, (at, service) in enumerate(zip(arrival.tolist(), rng.exponential(1.0, 2000).tolist(), strict=True)):
-            free = max(free, at) + service
-            ends[row] = free
-        timeline = timeline_of_streams(arrival, np.full(2000, 10, np.int32), [np.array([end]) for end in ends.tolist()])
-        found = judge(timeline)
+        found = judge(bursts(1.5, seed))
         assert found.verdict != "short" or "too bursty to tell that from chance" in found.message
         verdicts.append(found.verdict)
     assert verdicts.count("stationary") <= 3
@@ -136,3 +140,22 @@ def test_runs_of_a_rate_are_judged_together() -> None:
     assert together([found("stationary", 0.01), found("short", 0.0, "too short")]) == ("short", "too short")
     assert together([found("short", 0.06, "bursts"), *[found("stationary", -0.01)] * 5])[0] == "stationary"
     assert together([found("growing", 0.02, "alone")]) == ("growing", "alone")
+    verdict, message = together([found("short", 0.1), found("stationary", -0.2)])
+    assert verdict == "short"
+    assert "of 2 runs the backlog fell by 5% of what arrived in the mean" in message
+
+
+def test_two_runs_that_happen_to_be_alike_show_no_growth() -> None:
+    """Neither does by itself. How much two differ says little of how much runs differ."""
+    alike = [found("stationary", 0.03), found("stationary", 0.031)]
+    verdict, message = together(alike)
+    assert verdict == "short"
+    assert "of 2 runs the backlog grew by 3% of what arrived" in message
+    assert message.endswith("of so few runs that may be chance; use more seeds")
+    assert together([found("growing", 0.03), found("stationary", 0.031)])[0] == "growing"
+    assert together(alike * 4)[0] == "growing", "of eight it is no chance"
+    alarms = 0
+    for point in range(60):
+        runs = [judge(bursts(0.8, seed)).to_dict() for seed in (2 * point, 2 * point + 1)]
+        alarms += together(runs)[0] == "growing"
+    assert alarms <= 2, "a server at eight tenths of what it can take"
