@@ -163,14 +163,21 @@ class SweepResults:
         """Of variants that have no rate with all seeds, so that nothing is said of them: what is missing."""
         found = []
         for label in self.labels():
-            seeds = {int(record["seed"]) for (x, _, _), there in self._index.items() if x == label for record in there}
-            if seeds and not self.rates(label):
-                num = len(seeds & self._compared)
-                found.append(f"{label!r} has {num} of the {len(self._compared)} seeds of others and is not compared")
+            # Of each rate for itself: seeds that were simulated at different rates make no whole one.
+            num_by_rate = {
+                (rate, scale): len({int(record["seed"]) for record in there} & self._compared)
+                for (x, rate, scale), there in self._index.items()
+                if x == label
+            }
+            if num_by_rate and not self.rates(label):
+                most = max((num for (_, scale), num in num_by_rate.items() if scale == 1), default=0)
+                told = f"{label!r} has no rate with more than {most} of the {len(self._compared)} seeds of others"
+                found.append(f"{told} and is not compared")
         return found
 
     def scales(self, label: str, rate: float) -> list[float]:
-        return sorted(scale for x, r, scale in self._index if x == label and r == rate)
+        """Those that every seed was simulated with at that rate, likewise."""
+        return sorted(scale for (x, scale), rates in self._rates.items() if x == label and rate in rates)
 
     def band(
         self, label: str, rate: float, reading: Reading, aggregate: Aggregate = "worst", scale: float = 1.0

@@ -15,7 +15,7 @@ from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import AGGREGATES, Aggregate, Band
 from actorllm.slo.experiments.comparison import standing, sustained, sustained_rate, sustained_ratio
 from actorllm.slo.experiments.point import Point, watched_run
-from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults
+from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Record, SweepResults
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.report.charts import ChartLine, Range, Series, legend, lines, number, percent, ranges
@@ -62,13 +62,24 @@ def _subtitle(results: SweepResults) -> str:
     return f"{results.describe()}, {seeds}, {len(results.records)} simulated runs"
 
 
+def _shared_rates(results: SweepResults) -> set[float]:
+    """Those that all were simulated at, of which anything is said."""
+    there = [set(results.rates(label)) for label in results.labels() if results.rates(label)]
+    return set.intersection(*there) if there else set()
+
+
+def _at(results: SweepResults, label: str, rate: float) -> list[Record]:
+    """The points of all seeds; none if some are missing there: what the others would show is of other requests."""
+    return results.points(label, rate) if rate in results.rates(label) else []
+
+
 def _telling_rate(results: SweepResults, *, is_sustained: bool = False) -> float:
     """Of the rates that all were simulated at, the one at which they differ most. is_sustained: of those at which no backlog
     grows, as far as there are any."""
     there = [label for label in results.labels() if results.rates(label)]
-    shared = set.intersection(*(set(results.rates(label)) for label in there)) if there else set()
+    shared = _shared_rates(results)
     if not shared:
-        return max(results.rates(results.labels()[0]), default=results.records[0]["rate"])
+        return max(results.rates(there[0])) if there else results.records[0]["rate"]
     if is_sustained:
         growing = {rate for rate in shared if any(results.verdict(label, rate)[0] == "growing" for label in there)}
         shared = shared - growing or shared
@@ -330,7 +341,7 @@ def _by_length(results: SweepResults, rate: float) -> Section:
     for reading in ("deadline", "tpot"):
         charts = []
         for label in results.labels():
-            points = results.points(label, rate)
+            points = _at(results, label, rate)
             if points:
                 lengths = {k: np.sum([p["lengths"][k] for p in points], axis=0).tolist() for k in ("n", reading)}
                 charts.append(length_heat(lengths, reading, label, " "))
@@ -350,7 +361,7 @@ def _by_class(results: SweepResults, rate: float) -> Section:
     unpromised = set() if mix is None else {kind.name for kind, _ in parse_mix(mix) if kind.slo is None}
     for label in results.labels():
         for name in _names(results):
-            points = results.points(label, rate)
+            points = _at(results, label, rate)
             if not points:
                 continue
             # Of small runs a seed may have no request of a class.
@@ -370,9 +381,9 @@ def _by_class(results: SweepResults, rate: float) -> Section:
     section.paragraph("Latencies in milliseconds, means over the seeds.", "note")
     # All that is known of one seed, folded.
     tables = "".join(
-        f"<h3>{escape(label)}</h3>{class_table(results.points(label, rate)[0]['summary'], None, None)}"
+        f"<h3>{escape(label)}</h3>{class_table(points[0]['summary'], None, None)}"
         for label in results.labels()
-        if results.points(label, rate)
+        if (points := _at(results, label, rate))
     )
     section.add(f"<details><summary>More percentiles <small>first seed</small></summary>{tables}</details>")
     return section
@@ -407,10 +418,10 @@ def _runs(results: SweepResults, rate: float) -> tuple[Section, list[tuple[str, 
     model = load_model(results.scenario.model)
     section.paragraph(f"The same requests under every policy (seed {seed}). Open one to see it.")
     best = max(
-        results.labels(), key=lambda x: results.band(x, rate, "deadline").value if results.points(x, rate) else -1.0
+        results.labels(), key=lambda x: results.band(x, rate, "deadline").value if _at(results, x, rate) else -1.0
     )
     for variant in results.variants:
-        if not results.points(variant.label, rate):
+        if not _at(results, variant.label, rate):
             continue
         point = Point(scenario=results.scenario, variant=variant, rate=rate, seed=seed)
         try:
@@ -460,13 +471,13 @@ def _verdicts(results: SweepResults) -> Section:
         "up; ▲ the backlog grew; ○ too short to tell. Of all seeds together; the reason is under the mouse."
     )
     rates = sorted({rate for label in results.labels() for rate in results.rates(label)})
-    grid_rates = sorted(set.intersection(*(set(results.rates(x)) for x in results.labels() if results.rates(x))))
+    grid_rates = sorted(_shared_rates(results))
     shown = rates if len(rates) <= MAX_COLUMNS else grid_rates or rates[:: len(rates) // MAX_COLUMNS + 1]
     rows = []
     for label in results.labels():
         cells = [escape(label)]
         for rate in shown:
-            if not results.points(label, rate):
+            if not _at(results, label, rate):
                 cells.append("")
                 continue
             verdict, why = results.verdict(label, rate)

@@ -192,8 +192,17 @@ def test_a_policy_with_fewer_seeds_is_not_compared() -> None:
     assert results.rates("both") == [1.0, 2.0]
     assert results.rates("easy") == []
     (told,) = results.incomplete()
-    assert told == "'easy' has 1 of the 2 seeds of others and is not compared"
+    assert told == "'easy' has no rate with more than 1 of the 2 seeds of others and is not compared"
     assert "easy" not in " ".join(lead(results, 1.0, "both"))
+    torn = [one for one in records if one["variant"]["label"] == "both" or one["rate"] < 4]
+    torn += [one | {"seed": 1} for one in records if one["variant"]["label"] == "easy" and one["rate"] == 4]
+    (told,) = SweepResults.of_records(SCENARIO, [one | {"variant": named(one)} for one in torn], {}).incomplete()
+    assert " more than 1 of the 2 seeds " in told, "it has both, and at no rate both"
+    scaled = SweepResults.of_records(
+        SCENARIO, [r | {"scale": s, "variant": named(r)} for r in records for s in (1.0, 2.0)], {}
+    )
+    assert scaled.scales("both", 2.0) == [1.0, 2.0]
+    assert scaled.scales("easy", 2.0) == []
     only = [one for one in records if one["seed"] == 0]
     early = SweepResults.of_records(SCENARIO, [one | {"variant": named(one)} for one in only], {}, (0.9,))
     assert early.rates("easy") == [1.0, 2.0, 4.0], "a sweep that is under way is shown as far as it is"

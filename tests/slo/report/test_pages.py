@@ -116,6 +116,28 @@ def test_a_sweep_is_one_page_that_needs_nothing_else(results: SweepResults) -> N
     assert f"{best.rate:.2f}" in html
 
 
+def test_a_policy_without_all_seeds_is_in_no_table_and_no_chart(results: SweepResults) -> None:
+    """The page says that it is not compared. Its easy seed would stand beside the means of others."""
+    name = "edf <& friends>"
+    some = [one for one in results.records if one["variant"]["label"] != name or one["seed"] == 0]
+    html = sweep_page(replace(results, records=tuple(some)))
+    checked(html)
+    assert "Left out: &#39;edf &lt;&amp; friends&gt;&#39; has no rate with more than 1 of the 2 seeds of others" in html
+    named = [row for row in html.split("<tr>") if row.startswith("<td>edf &lt;&amp; friends&gt;</td>")]
+    cells = {re.sub(r"</?(?:td|tr|tbody|table|div)>", " ", row.partition("</table>")[0]).strip() for row in named}
+    assert all(set(cell.removeprefix("edf &lt;&amp; friends&gt;").split()) <= {"–"} for cell in cells), cells
+    assert "<summary>edf &lt;&amp; friends&gt;" not in html
+    assert "<summary>fcfs@512" in html
+
+
+def test_a_sweep_of_which_no_rate_is_whole_has_a_page(results: SweepResults) -> None:
+    """It was ended while its last points at the scale of 1 were under way."""
+    some = [one for one in results.records if one["scale"] != 1 or one["seed"] == 0]
+    found = replace(results, records=tuple(some))
+    assert len(found.incomplete()) == 2
+    checked(sweep_page(found))
+
+
 def test_a_sweep_without_any_point_says_so() -> None:
     scenario = Scenario(workload="synthetic", num_requests=60)
     html = sweep_page(SweepResults(scenario, (Variant.parse("fcfs"),), (0,), ()))
