@@ -151,8 +151,8 @@ def rates_section(results: SweepResults) -> Section:
         f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates, without rates at which a backlog '
         f'grew; its bands pair the same requests. <span class="growing">▲</span> without rates at which the backlog grew, '
         f'<span class="short">○</span> the run was too short to tell. &lt; and &gt;: the band ends beyond the rates that were '
-        f"simulated; &lt; alone: the target is not kept at the lowest rate that was tried. Bold: not shown to be worse than "
-        f"another one by the paired bands, with the rates left out at which the backlog grew.</p>"
+        f"simulated; &lt; alone: at the lowest rate that was tried the target is not kept, or the backlog grows. Bold: not shown "
+        f"to be worse than another one by the paired bands, with the rates left out at which the backlog grew.</p>"
     )
     more = _rate_table(results, targets, AGGREGATES)
     section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
@@ -161,7 +161,8 @@ def rates_section(results: SweepResults) -> Section:
 
 def _told(found: MaxRate) -> str:
     more = "" if found.is_bounded else "at least "
-    return f"{more}{number(found.rate)} requests/s [{_ends(found.band)}], {found.verdict}"
+    about = "without rates at which the backlog grew" if found.verdict == "growing" else found.verdict
+    return f"{more}{number(found.rate)} requests/s [{_ends(found.band)}], {about}"
 
 
 def _ends(band: Band) -> str:

@@ -300,6 +300,15 @@ def test_ratios_of_the_page_leave_out_what_the_lead_leaves_out() -> None:
     assert ratio_cell(good_of).startswith("&gt; 1.47<br>"), "fcfs may sustain anything below 3"
 
 
+def test_the_page_says_why_a_rate_is_not_known() -> None:
+    """At 1 the target is kept while the backlog grows; at 2 it is said what the figure leaves out."""
+    good_of = {"fcfs": {1.0: (1000, 1000), 2.0: (1000, 1000)}, "edf": {1.0: (1000, 1000), 2.0: (1000, 1000)}}
+    found = "".join(rates_section(results_of(good_of, (0.9,), (("fcfs", 1.0), ("fcfs", 2.0), ("edf", 2.0)))).blocks)
+    assert "<td>fcfs</td><td>&lt; 1.00</td>" in found
+    assert "&lt; alone: at the lowest rate that was tried the target is not kept, or the backlog grows." in found
+    assert "at least 1 requests/s [1, 2], without rates at which the backlog grew" in found
+
+
 def test_without_a_search_the_lead_is_of_one_rate() -> None:
     good_of = {"fcfs": {1.0: (700, 720)}, "edf": {1.0: (990, 940)}, "vtc": {1.0: (940, 980)}}
     told = lead_of(good_of, ())
