@@ -25,6 +25,8 @@ def lead(results: SweepResults, rate: float, baseline: str) -> list[str]:
     if not labels:
         return []
     if not results.targets:
+        if not any(rate in results.rates(label) for label in labels):
+            return []
         return [_at_rate(results, labels, rate, reading) for reading in READINGS] + _growing(results, labels, rate)
     # The strictest target that some variant attains is told in both readings; if there is none, the strictest of all.
     found = [(t, [standing(results, labels, t, r) for r in READINGS]) for t in results.targets]
@@ -65,9 +67,11 @@ def _of(results: SweepResults, one: Standing, target: float, reading: Reading, b
         text += " are not told apart"
         if one.worse:
             text += f"; {_names(one.worse)} {'serves' if len(one.worse) == 1 else 'serve'} less"
-    else:
+    elif one.worse:
         text = f"By {READS[reading]}, {best.label} serves the most: {_up_to(best)} requests/s {of_worst}"
         text += _times(one, baseline)
+    else:  # there is no other one
+        text = f"By {READS[reading]}, {best.label} serves {_up_to(best)} requests/s {of_worst}"
     told = [text + "."]
     told += [
         f"Of {each.label}, rates from {number(each.grows_from)} requests/s on do not count: the backlog grows there."

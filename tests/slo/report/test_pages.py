@@ -309,6 +309,12 @@ def test_the_page_says_why_a_rate_is_not_known() -> None:
     assert "at least 1 requests/s [1, 2], without rates at which the backlog grew" in found
 
 
+def test_a_policy_alone_serves_neither_more_nor_less() -> None:
+    told = lead_of({"fcfs": {1.0: (1000, 1000), 2.0: (0, 0)}}, (0.9,))
+    assert "fcfs serves up to 1.1 [1.1, 1.1] requests/s with 90% of the worst class on time" in told
+    assert "most" not in told
+
+
 def test_without_a_search_the_lead_is_of_one_rate() -> None:
     good_of = {"fcfs": {1.0: (700, 720)}, "edf": {1.0: (990, 940)}, "vtc": {1.0: (940, 980)}}
     told = lead_of(good_of, ())
@@ -319,6 +325,7 @@ def test_without_a_search_the_lead_is_of_one_rate() -> None:
     assert "backlog" not in lead_of(both, ())
     growing = lead_of(both, (), (("fcfs", 1.0), ("edf", 1.0)))
     assert "At that rate the backlog of fcfs and edf grows: what a run keeps then depends on how long it is." in growing
+    assert lead(results_of(both), 7.0, "fcfs") == [], "nothing was simulated at that rate"
 
 
 def test_without_a_search_the_lead_is_of_a_rate_at_which_no_backlog_grows() -> None:
