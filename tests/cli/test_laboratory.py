@@ -66,11 +66,15 @@ def test_nothing_is_kept_where_nothing_was_promised(tmp_path: Path, capsys: pyte
     assert "100.0%" not in told.out
     assert "Nothing was promised to any of them." in page.read_text()
     assert "100%</td>" not in page.read_text()
+    assert "kept their promise, by length" not in page.read_text()
     results = str(tmp_path / "sweep.jsonl")
     run("sweep", *SMALL, "--mix", "batch:1", "--policies", "fcfs", "edf", "--rates", "2", "--seeds", "1", "--targets", "0",
         "--num-processes", "0", "--results", results, "--report", str(page))  # fmt: skip
     assert capsys.readouterr().err.count("warning: no request is promised anything") == 1
     assert "<td>batch</td><td>–</td><td>–</td><td>–</td>" in page.read_text()
+    assert "Nothing was promised to any request, so each that ends counts as kept" in page.read_text()
+    assert "of the promises to the worst class" not in page.read_text()
+    assert "requests kept their promise" not in page.read_text()
 
 
 def test_what_else_takes_time(capsys: pytest.CaptureFixture[str]) -> None:

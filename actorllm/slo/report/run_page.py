@@ -60,7 +60,10 @@ def run_page(
     distribution.add(grid(distributions(timeline, workload)))
     sections.append(distribution)
     lengths = Section("Which lengths miss")
-    lengths.add(grid([length_heat(figures["lengths"], r, READS[r]) for r in READINGS]))
+    if workload.promised:
+        lengths.add(grid([length_heat(figures["lengths"], r, READS[r]) for r in READINGS]))
+    else:
+        lengths.paragraph("Nothing was promised to any of them.", "none")
     sections.append(lengths)
     over = Section("How the run went")
     over.blocks += [*timelines(timeline, workload, journal)]

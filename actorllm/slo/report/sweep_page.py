@@ -19,7 +19,7 @@ from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Record, SweepResult
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.report.charts import ChartLine, Range, Series, legend, lines, number, percent, ranges
-from actorllm.slo.report.lead import READS, lead
+from actorllm.slo.report.lead import READS, lead, promises_nothing
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.report.run_page import (
     class_table,
@@ -338,6 +338,9 @@ def _by_scale(results: SweepResults) -> Section:
 
 def _by_length(results: SweepResults, rate: float) -> Section:
     section = Section(f"Which lengths miss at {number(rate)} requests/s")
+    if promises_nothing(results):
+        section.paragraph("Nothing was promised to any request.", "none")
+        return section
     section.paragraph("Per cent of requests that kept their promise, by prompt and output length, all seeds together.")
     for reading in ("deadline", "tpot"):
         charts = []
@@ -357,9 +360,7 @@ def _by_length(results: SweepResults, rate: float) -> Section:
 def _by_class(results: SweepResults, rate: float) -> Section:
     section = Section(f"Classes at {number(rate)} requests/s")
     rows = []
-    # A class without promises keeps none.
-    mix = results.scenario.mix
-    unpromised = set() if mix is None else {kind.name for kind, _ in parse_mix(mix) if kind.slo is None}
+    promised = _promised(results)
     for label in results.labels():
         for name in _names(results):
             points = _at(results, label, rate)
@@ -374,7 +375,7 @@ def _by_class(results: SweepResults, rate: float) -> Section:
             keys = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "p99_e2el_ms")
             times = [_mean([f[key] for f in there], lambda v: f"{v:,.0f}") for key in keys]
             fluid = _mean([f["fluidity"] for f in there], percent)
-            if name in unpromised:
+            if name not in promised:
                 kept, fluid = ["–"] * len(READINGS), "–"
             rows.append([escape(label), escape(name), *kept, fluid, *times])
     head = ["policy", "class", "kept, mean gap", "kept, due dates", "fluidity", "TTFT p50", "TTFT p99", "TPOT p50"]
@@ -388,6 +389,16 @@ def _by_class(results: SweepResults, rate: float) -> Section:
     )
     section.add(f"<details><summary>More percentiles <small>first seed</small></summary>{tables}</details>")
     return section
+
+
+def _promised(results: SweepResults) -> set[str]:
+    """The classes that are promised something: others keep nothing. All of a trace that is not here any more, which alone knows."""
+    scenario = results.scenario
+    if scenario.mix is not None:
+        return {kind.name for kind, _ in parse_mix(scenario.mix) if kind.slo is not None}
+    if promises_nothing(results):
+        return set()
+    return scenario.trace().workload.promised if _why_not_again(results) is None else set(_names(results))
 
 
 def _names(results: SweepResults) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -128,6 +130,21 @@ def test_a_policy_without_all_seeds_is_in_no_table_and_no_chart(results: SweepRe
     assert all(set(cell.removeprefix("edf &lt;&amp; friends&gt;").split()) <= {"–"} for cell in cells), cells
     assert "<summary>edf &lt;&amp; friends&gt;" not in html
     assert "<summary>fcfs@512" in html
+
+
+def test_a_class_of_a_trace_that_is_promised_nothing_keeps_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "two.jsonl"
+    rows = [
+        {"timestamp": number, "input_length": 100, "output_length": 4, "hash_ids": [number]}
+        | ({"type_info": "chat", "slo": {"ttft": 9.0}} if number % 2 else {"type_info": "batch"})
+        for number in range(40)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scenario = Scenario(workload=str(file), num_requests=40, mix=None)
+    found = Sweep(scenario, [Variant.parse("fcfs")], (0,)).run(rates=(2.0,), num_processes=0)
+    html = sweep_page(found)
+    assert "<td>chat</td><td>100%</td><td>100%</td>" in html
+    assert "<td>batch</td><td>–</td><td>–</td><td>–</td>" in html
 
 
 def test_a_sweep_of_which_no_rate_is_whole_has_a_page(results: SweepResults) -> None:
