@@ -64,7 +64,7 @@ def _plain(values: F64) -> list[float | None]:
 
 
 def results_csv(results: SweepResults) -> str:
-    """A row for each point: what it is, what it attained, its latencies, and the finding on it."""
+    """A row for each point: what it is, what it attained, its latencies, and the findings on it and on all seeds of its rate."""
     out = io.StringIO()
     figures = sorted({key for r in results.records for key in r["summary"] if not isinstance(r["summary"][key], dict)})
     names = [
@@ -77,14 +77,18 @@ def results_csv(results: SweepResults) -> str:
         "overall_tpot",
         "overall_deadline",
         "verdict",
+        "verdict_of_seeds",
         "scenario",
         "code",
         *figures,
     ]
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
+    together = {
+        at: results.verdict(*at)[0] for at in {(r["variant"]["label"], r["rate"], r["scale"]) for r in results.records}
+    }
     for r in results.records:
-        summary = r["summary"]
+        summary, label = r["summary"], r["variant"]["label"]
         row = {name: summary.get(name) for name in figures}
         for reading in ("tpot", "deadline"):
             row[f"worst_{reading}"] = summary["actorllm_worst_class"][reading]
@@ -92,7 +96,8 @@ def results_csv(results: SweepResults) -> str:
         writer.writerow(
             row
             | {name: r[name] for name in ("rate", "seed", "scale", "scenario", "code")}
-            | {"policy": r["variant"]["label"], "verdict": r["stationarity"]["verdict"]}
+            | {"policy": label, "verdict": r["stationarity"]["verdict"]}
+            | {"verdict_of_seeds": together[label, r["rate"], r["scale"]]}
         )
     return out.getvalue()
 

@@ -92,6 +92,15 @@ def test_a_row_for_every_point() -> None:
     ]
     assert all(0 <= float(row["worst_tpot"]) <= 1 and float(row["mean_ttft_ms"]) > 0 for row in rows)
     assert rows[0]["scenario"] == scenario.digest
+    assert {row["verdict_of_seeds"] for row in rows} == {"short"}
+    # One run that looks as if it grew does not make a rate of many seeds growing: the page says so, and the table.
+    records = [r | {"stationarity": {"verdict": "stationary", "message": "", "drift": 0.0}} for r in results.records]
+    records[0] |= {"stationarity": {"verdict": "growing", "message": "", "drift": 0.06}}
+    told = csv.DictReader(io.StringIO(results_csv(replace(results, records=tuple(records)))))
+    assert [(row["verdict"], row["verdict_of_seeds"]) for row in told][:2] == [
+        ("growing", "stationary"),
+        ("stationary", "stationary"),
+    ]
 
 
 def slices(trace: dict[str, Any], tid: int) -> list[tuple[str, float, float]]:
