@@ -43,6 +43,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "RANK" in out
     assert "fcfs@512" in out
     assert "First come, first served" in first
+    assert ", 1 seed, " in first
     assert cli.main([*arguments[:-2], "--report", str(results)]) == 2
 
 

@@ -118,6 +118,10 @@ class SweepResults:
         there = [record["summary"]["actorllm_overall"]["requests"] for record in self.records]
         return self.scenario.describe(min(there, default=None))
 
+    def describe_seeds(self) -> str:
+        """How many there are, for people."""
+        return f"{len(self.seeds)} seed{'s' if len(self.seeds) != 1 else ''}"
+
     @classmethod
     def of_records(
         cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any], targets: Sequence[float] = ()

@@ -309,7 +309,7 @@ def latex_table(results: SweepResults) -> str:
         found = [sustained_rate(results, label, target, reading) for target, reading in kinds]
         cells = [_tex_rate(one, results.rates(label)) for one in found]
         rows.append(" & ".join([_tex(label), *cells]) + r" \\")
-    about = _tex(f"{results.scenario.describe()}; {len(results.seeds)} seeds")
+    about = _tex(f"{results.scenario.describe()}; {results.describe_seeds()}")
     return "\n".join(
         [
             f"% Highest rate in requests/s at which the worst class keeps its promises, 95 % bands. {results.scenario.describe()}",

@@ -58,8 +58,7 @@ def sweep_page(results: SweepResults, title: str = "Which policy keeps its promi
 
 
 def _subtitle(results: SweepResults) -> str:
-    seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) != 1 else ''}"
-    return f"{results.describe()}, {seeds}, {len(results.records)} simulated runs"
+    return f"{results.describe()}, {results.describe_seeds()}, {len(results.records)} simulated runs"
 
 
 def _shared_rates(results: SweepResults) -> set[float]:

@@ -114,6 +114,9 @@ def test_a_table_for_latex_says_what_is_not_known(results: SweepResults) -> None
     assert body.count("$<$") + body.count("$>$") == num_open + searched.count(None)
     assert body.count(r"$^\ddagger$") == sum(rate.verdict == "short" for rate in found)
     assert body.count(r"$^\dagger$") == sum(rate.verdict == "growing" for rate in found)
+    assert f"; {len(results.seeds)} seed{'s' * (len(results.seeds) > 1)}. " in text
+    one = SweepResults.of_records(results.scenario, [r for r in lowest if r["seed"] == 0], results.stamp, (0.9,))
+    assert "; 1 seed. " in latex_table(one)
 
 
 def test_the_command_writes_them(
