@@ -91,6 +91,8 @@ def leaderboard(
             num_processes=num_processes,
             on_progress=tell,
         )
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     for target in wanted:
         for reading in READINGS:
             rows = [("RANK", f"{100 * target:g}% by {READS[reading]}", "REQUESTS/S")]

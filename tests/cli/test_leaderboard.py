@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def test_it_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "First come, first served" in first
     assert ", 1 seed, " in first
     assert cli.main([*arguments[:-2], "--report", str(results)]) == 2
+    capsys.readouterr()
+    # Results of another version of the scheduler or the simulator stay, and that is told: here and where they are read.
+    last = re.sub(rb'"code":"\w+"', b'"code":"before"', lines[-1])
+    results.write_bytes(b"".join([*lines[:-1], last]))
+    assert cli.main(arguments) == 0
+    assert "1 points were made by other code than this" in capsys.readouterr().err
+    assert cli.main(["report", str(results), "--output", str(page)]) == 0
+    assert "the points were made by different code (" in capsys.readouterr().err
+    assert "1 by before" in page.read_text()
 
 
 def test_bands_that_overlap_share_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

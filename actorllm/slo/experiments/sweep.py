@@ -129,7 +129,7 @@ class SweepResults:
         """From a results file: every variant and seed that is there, variants in the order of the file.
 
         What a label stood for before it came to stand for something else (a policy that was edited since) is left out and
-        told in `notes`.
+        told in `notes`. Points that different code made are compared all the same; that is told there, too.
         """
         given = list(records)
         versions = {r["variant"]["label"]: r.get("version") for r in given}  # the last one of each
@@ -139,6 +139,10 @@ class SweepResults:
             old = sum(r["variant"]["label"] == label for r in given) - sum(r["variant"]["label"] == label for r in now)
             if old:
                 notes.append(f"{old} points of {label!r} as it was before it was changed are in the file and left out")
+        codes = Counter(str(r.get("code")) for r in now)
+        if len(codes) > 1:
+            listed = ", ".join(f"{num} by {code}" for code, num in codes.items())
+            notes.append(f"the points were made by different code ({listed}): simulate them anew to compare them")
         variants = {r["variant"]["label"]: Variant.of_results(r["variant"]) for r in now}
         found = sorted(now, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         seeds = tuple(sorted({r["seed"] for r in found}))
