@@ -136,7 +136,7 @@ def fit_recording(log: MeasuredSteps) -> RecordingFit | None:
         return None
     features, measured = log.features()[usable & ~cold], taken[usable & ~cold]
     has_prompt = features[:, 1] > 0
-    judged = np.sort(np.concatenate([_spread(np.flatnonzero(rows)) for rows in (has_prompt, ~has_prompt)]))
+    judged = of_each_kind(has_prompt, MAX_JUDGED)
     predicted = _cross_validated(features[judged], measured[judged], has_prompt[judged])
     return RecordingFit(
         found.model,
@@ -147,9 +147,13 @@ def fit_recording(log: MeasuredSteps) -> RecordingFit | None:
     )
 
 
-def _spread(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """At most MAX_JUDGED of them."""
-    return rows[np.linspace(0, rows.size - 1, min(rows.size, MAX_JUDGED)).astype(np.intp)] if rows.size else rows
+def of_each_kind(has_prompt: NDArray[np.bool_], most: int) -> NDArray[np.intp]:
+    """Rows of steps, in order: at most so many of each kind, evenly spread."""
+
+    def spread(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        return rows[np.linspace(0, rows.size - 1, min(rows.size, most)).astype(np.intp)] if rows.size else rows
+
+    return np.sort(np.concatenate([spread(np.flatnonzero(kind)) for kind in (has_prompt, ~has_prompt)]))
 
 
 def _cross_validated(features: F64, measured: F64, has_prompt: NDArray[np.bool_]) -> F64:
@@ -179,6 +183,7 @@ __all__ = (
     "errors_by_kind",
     "errors_by_size",
     "fit_recording",
+    "of_each_kind",
     "repeatability",
     "told_by_size",
 )

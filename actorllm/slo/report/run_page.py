@@ -20,12 +20,14 @@ from actorllm.slo.metrics import good, latency_figures
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
 from actorllm.slo.report.lead import READS
 from actorllm.slo.report.page import Section, figure, grid, page, table
-from actorllm.slo.step_fit import KINDS, errors_by_kind, errors_by_size, told_by_size
+from actorllm.slo.step_fit import KINDS, errors_by_kind, errors_by_size, of_each_kind, told_by_size
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 NUM_BINS = 220
+MAX_STEPS = 1500
+"""Of each kind that are held against a model of step times."""
 
 
 def run_page(
@@ -406,18 +408,12 @@ def fairness_section(found: Sequence[tuple[str, Fairness]]) -> Section:
     return section
 
 
-def _spread(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """At most 1,500 or so of them."""
-    return rows[:: max(1, rows.size // 1500)]
-
-
 def predictor(journal: Journal, timeline: RunTimeline, model: StepModel, note: str = "") -> Section:
     """How well a step-time model predicts the steps of a run, by kind and by size. note: where the model is from."""
     section = Section("How well step times are predicted")
     steps = journal.table(timeline, 0)
     # A mean over all would be of the kind that is frequent: each is looked at for itself.
-    has_prompt = steps.num_prompt > 0
-    rows = np.sort(np.concatenate([_spread(np.flatnonzero(kind)) for kind in (has_prompt, ~has_prompt)]))
+    rows = of_each_kind(steps.num_prompt > 0, MAX_STEPS)
     measured = (steps.end - steps.start)[rows]
     predicted = np.array(
         [
@@ -444,7 +440,7 @@ def predictor(journal: Journal, timeline: RunTimeline, model: StepModel, note: s
     if note:
         section.paragraph(note, "note")
     sizes = [[escape(cell) for cell in row] for row in told_by_size(errors_by_size(features, measured, predicted))]
-    section.add(table(["steps", "number", "error", "bias"], sizes))
+    section.add(table(["steps", "looked at", "error", "bias"], sizes))
     most = 1000 * float(max(measured.max(), predicted.max()))
     order = np.argsort(measured)
     dots = Series(

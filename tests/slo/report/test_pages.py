@@ -190,9 +190,9 @@ def test_errors_of_step_times_are_told_by_kind_and_size() -> None:
     run = simulate(workload, shape, truth, make_scheduler=journal.scheduler_maker(shape))
     blind = LinearModel((Regime(math.inf, (0.01, 0, 0, 0, 0, 0)),), "blind")
     told = "".join(predictor(journal, run.timeline, blind, "a note").blocks)
-    assert "blind: mean absolute error 0% of decode steps and 75% of steps with prompts, over 1," in told
+    assert "blind: mean absolute error 0% of decode steps and 75% of steps with prompts, over 1,509 steps." in told
     assert "<td>with prompts, 300 tokens</td><td>9</td><td>75.0%</td><td>-75.0%</td>" in told
-    assert "<td>decode, 1 rows</td>" in told
+    assert "<td>decode, 1 rows</td><td>1,500</td>" in told, "so many of each kind are looked at"
     assert ">a note<" in told
 
 
