@@ -38,6 +38,7 @@ def record_of(point: Point, run: SimulatedRun) -> dict[str, Any]:
         "code": code_digest(),
         "window": point.window,
         **figures_of(run.timeline, run.workload, due=run.due),
+        "sent_rate": _sent_rate(run.timeline),
         "num_steps": run.num_steps,
         "warnings": list(run.warnings),
     }
@@ -45,6 +46,12 @@ def record_of(point: Point, run: SimulatedRun) -> dict[str, Any]:
         json.dumps(record)
     )  # equal whether it comes from another process or from this one
     return plain
+
+
+def _sent_rate(timeline: RunTimeline) -> float | None:
+    """Requests per second over the time in which they were sent; None: all at once."""
+    span = float(timeline.arrival[-1] - timeline.arrival[0]) if len(timeline) else 0.0
+    return (len(timeline) - 1) / span if span else None
 
 
 def figures_of(

@@ -209,8 +209,10 @@ class SweepResults:
         return int(is_there.sum()), size * len(points)
 
     def goodput(self, label: str, rate: float, reading: Reading) -> Band:
-        """Good requests per second: the share of all requests that are good, times the rate."""
-        return self.band(label, rate, reading, "overall").scaled(rate)
+        """Good requests per second: the share of all requests that are good, times the rate at which they were sent. That is the
+        one that was asked for, unless clients wait for answers (sessions, `max_concurrency`)."""
+        sent = [record.get("sent_rate") or rate for record in self.points(label, rate)]
+        return self.band(label, rate, reading, "overall").scaled(float(np.mean(sent)))
 
     def verdict(self, label: str, rate: float, scale: float = 1.0) -> tuple[str, str]:
         """Stationarity of the seeds together, and why."""

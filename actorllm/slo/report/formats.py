@@ -72,6 +72,7 @@ def results_csv(results: SweepResults) -> str:
         "rate",
         "seed",
         "scale",
+        "sent_rate",
         "worst_tpot",
         "worst_deadline",
         "overall_tpot",
@@ -97,7 +98,7 @@ def results_csv(results: SweepResults) -> str:
             row
             | {name: r[name] for name in ("rate", "seed", "scale", "scenario", "code")}
             | {"policy": label, "verdict": r["stationarity"]["verdict"]}
-            | {"verdict_of_seeds": together[label, r["rate"], r["scale"]]}
+            | {"sent_rate": r.get("sent_rate"), "verdict_of_seeds": together[label, r["rate"], r["scale"]]}
         )
     return out.getvalue()
 

@@ -250,7 +250,11 @@ def _by_rate(results: SweepResults) -> Section:
             )
         chart = lines(series, f"goodput by {READS[reading]}", "requests per second", "good requests per second")
         charts.append(
-            figure(chart, f"Goodput by {READS[reading]}", "all classes; share kept times the rate, without the drain")
+            figure(
+                chart,
+                f"Goodput by {READS[reading]}",
+                "all classes; share kept times the rate at which requests were sent",
+            )
         )
     section.add(grid(charts))
     overall = []

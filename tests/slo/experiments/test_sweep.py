@@ -247,6 +247,12 @@ def test_a_bound_on_the_requests_under_way_sustains_no_rate_that_it_holds_back()
     one = sustained(found, "fcfs@512", 0.9, "deadline")
     assert one is not None
     assert (one.least, one.grows_from) == (0.05, 20.0)
+    # Nor are these good requests per second: so many were never sent in a second.
+    summary = found.points("fcfs@512", 20.0)[0]["summary"]
+    sent = summary["actorllm_goodput_window_deadline"]
+    assert sent < 1
+    assert found.goodput("fcfs@512", 20.0, "deadline").value == pytest.approx(sent, rel=0.1)
+    assert found.goodput("fcfs@512", 0.05, "deadline").value == pytest.approx(0.05, rel=0.01)
 
 
 def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: SweepResults) -> None:
