@@ -730,7 +730,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
                     is_open |= bool(rates)
                     continue
                 # Footnotes are printed only if a cell refers to them.
-                mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
+                mark = "".join({"growing": "*", "short": "~"}.get(caveat, "") for caveat in best.caveats)
                 flagged |= bool(mark)
                 is_open |= best.band.low_is_open or best.band.high_is_open
                 more = "" if best.is_bounded else ">"

@@ -100,13 +100,13 @@ def sustained_rate(
 ) -> MaxRate | None:
     """As `SweepResults.max_rate`, without rates at which the backlog grows: how high these are hangs on how long the runs are.
 
-    What is left is a lower bound and marked as growing. None: no rate attains the target, or the backlog grows at all that do.
+    What is left is a lower bound (`leaves_out`). None: no rate attains the target, or the backlog grows at all that do.
     """
     found = results.max_rate(label, target, reading, aggregate)
     if found is None or found.verdict != "growing":
         return found
     one = sustained(results, label, target, reading, aggregate)
-    return MaxRate(one.band, False, "growing") if one is not None and one.is_known else None
+    return MaxRate(one.band, False, one.verdict, leaves_out=True) if one is not None and one.is_known else None
 
 
 def is_better(one: Sustained, other: Sustained) -> bool:

@@ -37,7 +37,7 @@ from actorllm.slo.experiments.point import LEFT_OUT, NO_PROMISES, Point, Scenari
 from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import FIRST_STRIDE, Ladder, search
 from actorllm.slo.experiments.stamp import stamp
-from actorllm.slo.experiments.stationarity import together
+from actorllm.slo.experiments.stationarity import Verdict, together
 from actorllm.slo.experiments.store import Store
 from actorllm.types.objective import READINGS, Reading
 
@@ -63,6 +63,14 @@ class MaxRate:
     """Whether a rate above it was tried and failed; if not, the truth may lie above."""
     verdict: str
     """Stationarity of the highest rate simulated that attains the target, of all seeds together."""
+    leaves_out: bool = False
+    """Whether higher ones attain it while the backlog grows, and do not count (`comparison.sustained_rate`)."""
+
+    @property
+    def caveats(self) -> list[Verdict]:
+        """What is marked beside it: `growing` if rates are left out for that, `short` if the run of the one that counts was."""
+        found: list[Verdict] = ["growing"] if self.leaves_out or self.verdict == "growing" else []
+        return [*found, "short"] if self.verdict == "short" else found
 
     @property
     def rate(self) -> float:

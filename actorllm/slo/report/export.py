@@ -330,14 +330,14 @@ NOTES = (
     r"$^\dagger$ without rates at which the backlog grew. $^\ddagger$ too short to see whether it did. "
     r"$<$, $>$ beyond the rates that were simulated."
 )
-MARKS = {"stationary": "", "growing": r"$^\dagger$"}
+MARKS = {"growing": r"$^\dagger$", "short": r"$^\ddagger$"}
 
 
 def _tex_rate(found: MaxRate | None, rates: Sequence[float]) -> str:
     """rates: those that were simulated."""
     if found is None:
         return _tex_bound(f"< {number(rates[0])}") if rates else "--"
-    mark = MARKS.get(found.verdict, r"$^\ddagger$")
+    mark = "".join(MARKS[caveat] for caveat in found.caveats)
     more = "" if found.is_bounded else "> "
     return _tex_bound(f"{more}{number(found.rate)}{mark} [{', '.join(found.band.ends(number))}]")
 

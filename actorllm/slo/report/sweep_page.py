@@ -35,6 +35,7 @@ from actorllm.slo.workload import parse_mix
 from actorllm.types.objective import READINGS, Reading
 
 MARKS = {"stationary": "●", "growing": "▲", "short": "○"}
+CAVEATS = {"growing": "without rates at which the backlog grew", "short": "too short to see whether its backlog grows"}
 MAX_RUN = 20_000
 """Requests of a point up to which it is simulated again, to show how it went."""
 MAX_COLUMNS = 20
@@ -137,7 +138,7 @@ def rates_section(results: SweepResults) -> Section:
             found = sustained_rate(results, label, target, reading)
             note = f"{label}, {target:.0%} by {READS[reading]}: "
             marks.append((colour, None if found is None else Range(found.rate, found.low, found.high,
-                          note + _told(found), found.verdict != "stationary")))  # fmt: skip
+                          note + _told(found), bool(found.caveats))))  # fmt: skip
         rows.append((label, marks))
     section.paragraph(
         "The highest rate at which the worst class keeps its promises, with 95 % bands over seeds and requests. Outlined "
@@ -160,8 +161,8 @@ def rates_section(results: SweepResults) -> Section:
 
 def _told(found: MaxRate) -> str:
     more = "" if found.is_bounded else "at least "
-    about = "without rates at which the backlog grew" if found.verdict == "growing" else found.verdict
-    return f"{more}{number(found.rate)} requests/s [{_ends(found.band)}], {about}"
+    told = [CAVEATS[caveat] for caveat in found.caveats] or [found.verdict]
+    return ", ".join([f"{more}{number(found.rate)} requests/s [{_ends(found.band)}]", *told])
 
 
 def _ends(band: Band) -> str:
@@ -187,7 +188,7 @@ def _rate_table(results: SweepResults, targets: Sequence[float], aggregates: Seq
                 cells.append(f"&lt; {rates[0]:.2f}" if rates else "–")
                 continue
             # A rate may be an artefact of a short run, or only a lower bound; the cell says so.
-            mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
+            mark = "".join(f' <span class="{caveat}">{MARKS[caveat]}</span>' for caveat in one.caveats)
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
             text = f"<b>{text}</b>" if label in best[column] else text
             cells.append(f"{text}<br>{_small(one.band)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actorllm.cli.laboratory import _print_sweep
 from actorllm.slo.experiments import sustained, sustained_ratio
 from actorllm.slo.experiments.comparison import sustained_rate
 from actorllm.slo.report.export import latex_table
@@ -62,7 +63,7 @@ def test_a_highest_rate_is_one_at_which_no_backlog_grows() -> None:
         assert found == plain
     found = sustained_rate(growing, "edf", 0.9, "deadline")
     assert found is not None
-    assert (found.rate, found.high, found.is_bounded, found.verdict) == (1.0, 4.0, False, "growing")
+    assert (found.rate, found.high, found.is_bounded, found.caveats) == (1.0, 4.0, False, ["growing"])
     alone = results_of({"edf": {4.0: (1000, 1000)}}, (0.9,), (("edf", 4.0),))
     assert sustained_rate(alone, "edf", 0.9, "deadline") is None
     page = "".join(rates_section(growing).blocks)
@@ -70,3 +71,21 @@ def test_a_highest_rate_is_one_at_which_no_backlog_grows() -> None:
     assert "4.40" not in page
     assert "4.40" in "".join(rates_section(calm).blocks)
     assert r"$>$\,1$^\dagger$ [1, 4]" in latex_table(growing)
+
+
+def test_what_is_left_of_rates_may_be_of_a_run_that_was_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below the rates at which the backlog grows it may grow as well: both are marked."""
+    good_of = {"edf": {1.0: (1000, 1000), 4.0: (1000, 1000), 8.0: (0, 0)}}
+    results = results_of(good_of, (0.9,), (("edf", 4.0), ("edf", 8.0)))
+    for record in results.records:
+        if record["rate"] == 1.0:
+            record["stationarity"]["verdict"] = "short"
+    found = sustained_rate(results, "edf", 0.9, "deadline")
+    assert found is not None
+    assert found.caveats == ["growing", "short"]
+    page = "".join(rates_section(results).blocks)
+    assert '≥ 1.00 <span class="growing">▲</span> <span class="short">○</span>' in page
+    assert "without rates at which the backlog grew, too short to see whether its backlog grows" in page
+    assert r"$>$\,1$^\dagger$$^\ddagger$ [1, 4]" in latex_table(results)
+    _print_sweep(results, (0.9,))
+    assert ">1.00*~ [1.00, 4.00]" in capsys.readouterr().out
