@@ -1,7 +1,7 @@
 """Arguments and results of calls of the workers, as bytes: JSON values, and tensors in the format of messages. No pickle.
 
-Values are None, bool, int, float, str, bytes, lists, tuples, mappings with texts as keys, torch tensors and numpy arrays. Tuples
-come back as lists, and tensors on the CPU. What JSON has no form for stands in a mapping with the one key MARK.
+Values are None, bool, int, float, str, bytes, lists, tuples, sets, mappings with texts as keys, torch tensors and numpy arrays.
+Tuples and sets come back as lists, and tensors on the CPU. What JSON has no form for stands in a mapping with the one key MARK.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def _tree_of(value: Any, where: str, arrays: list[NDArray[Any]], depth: int) -> 
         return {MARK: ["map", tree]} if MARK in tree else tree
     if isinstance(value, list | tuple):
         return [_tree_of(one, f"{where}[{i}]", arrays, depth + 1) for i, one in enumerate(value)]
+    if isinstance(value, set | frozenset):  # such as what `load_weights` returns
+        return [_tree_of(one, f"{where}[{i}]", arrays, depth + 1) for i, one in enumerate(sorted(value, key=repr))]
     # All else is bytes, or does not travel.
     return _array_of(value, where, arrays)
 

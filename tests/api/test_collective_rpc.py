@@ -86,10 +86,15 @@ def test_a_function_gets_the_model(llm: LLM) -> None:
     assert llm.apply_model(f"{HERE}:module_name") == ["Decoder"]
 
 
+def test_sets_travel_as_lists(llm: LLM) -> None:
+    """`load_weights` returns one, which methods of trainers return in their turn."""
+    assert llm.collective_rpc(f"{HERE}:returns_sets", args=({2, 1},)) == [[["a", "b"], [3], [1, 2]]]
+
+
 def test_what_a_function_raises_is_told_and_harms_nothing(llm: LLM) -> None:
     before = llm.generate(PROMPT, greedy(), use_tqdm=False)[0].outputs[0].token_ids
     for path, said in {
-        f"{HERE}:returns_a_set": "the result\\['value'\\]\\['sizes'\\] is set, which does not travel",
+        f"{HERE}:returns_an_object": "the result\\['value'\\]\\['worker'\\] is object, which does not travel",
         f"{HERE}:coroutine": "is a coroutine function",
         f"{HERE}:not_there": "no attribute 'not_there'",
         "not_a_module:f": "No module named 'not_a_module'",

@@ -39,8 +39,12 @@ def fails_on_the_second_rank(worker: RankWorker) -> str:
     return "done"
 
 
-def returns_a_set(worker: RankWorker) -> Any:
-    return {"sizes": {1, 2}}
+def returns_an_object(worker: RankWorker) -> Any:
+    return {"worker": object()}
+
+
+def returns_sets(worker: RankWorker, *given: Any) -> Any:
+    return [{"b", "a"}, frozenset([3]), *map(set, given)]
 
 
 async def coroutine(worker: RankWorker) -> None:
