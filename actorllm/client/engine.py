@@ -82,6 +82,7 @@ from actorllm.intake.tokenization import (
 )
 from actorllm.intake.tokenizer_pool import TokenizerPool
 from actorllm.messages import Submit
+from actorllm.model.memory import limit_bytes
 from actorllm.scheduling.pause import check_pause_mode
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth, ReplicaHealth
@@ -154,6 +155,7 @@ class Engine:
         self._tier_memory: list[MemoryFile] = []
         """For KV blocks that left the caches of the replicas here, for each rank; and what schedulers know of resets of tiers."""
         if config.cache.offloading_bytes and not config.cache.offloading_paths:
+            _check_room_of_tier(config.cache.offloading_bytes)
             self._tier_memory += [MemoryFile("kv-blocks") for _ in range(config.world_size)]
             paths = tuple(memory.path for memory in self._tier_memory)
             config = replace(config, cache=replace(config.cache, offloading_paths=paths))
@@ -1214,6 +1216,16 @@ class Engine:
             "supervisor": self._supervisor.statistics(),
             **{name: tell() for name, tell in self.watchers.items()},
         }
+
+
+def _check_room_of_tier(num_bytes: int) -> None:
+    """Pages of a tier are taken as blocks come: one that is larger than the memory would end a worker hours after the start."""
+    limit = limit_bytes()
+    if num_bytes > limit:
+        raise ConfigError(
+            f"kv_offloading_size={num_bytes / 2**30:g} (GiB) is more than the {limit / 2**30:.1f} GiB that this machine has; "
+            f"give less"
+        )
 
 
 def _pass_on(outcome: Future[Any], done: Future[Any]) -> None:

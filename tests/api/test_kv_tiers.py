@@ -352,6 +352,13 @@ def test_a_tier_that_is_too_small_says_what_it_needs(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["kv_offloading_size", "swap_space"])
+def test_a_tier_of_more_memory_than_there_is_is_refused(name: str) -> None:
+    """Else the system would end a worker, once so many blocks were stored."""
+    with pytest.raises(ConfigError, match=r"=100000 \(GiB\) is more than the \d+\.\d GiB that this machine has"):
+        LLM("storyteller", **INLINE | {name: 100_000})
+
+
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with (
