@@ -1010,9 +1010,15 @@ class AsyncLLM:
         if self._engine.has_trainer:
             await HostLoop.current().result_of(self._engine.join_trainer(None))
 
-    async def start_weight_update(self) -> None:
-        """Begin an update in parts; one that was not finished is forgotten."""
-        await to_thread.run_sync(self._engine.weight_transfer.start)
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin an update in parts; one that was not finished is forgotten.
+
+        Arguments:
+            is_checkpoint_format: True (default) alone: tensors have the names and shapes of the checkpoint. vLLM's trainers say so.
+
+        Raises InvalidParameterError: another format.
+        """
+        await to_thread.run_sync(self._engine.weight_transfer.start, is_checkpoint_format)
 
     async def update_weights(self, request: Any) -> None:
         """Bring a part of the new weights, which is copied. Nothing changes before `finish_weight_update`.

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from actorllm.client.weight_memory import WeightMemory
     from actorllm.model.updates.tensor_files import TensorFile
 
+IS_CHECKPOINT_FORMAT = "is_checkpoint_format"
+"""A field of `start_weight_update` in releases of vLLM, and of update_info in those before."""
+
 
 class TransferPart:
     """A part of the update that is under way when this is made. See `WeightTransfer.part`."""
@@ -74,8 +77,9 @@ class WeightTransfer:
         info = _part_of("init_info", request)
         return transport_of_init(info).setup({key: value for key, value in info.items() if key != "backend"})
 
-    def start(self) -> None:
-        """What came of an update that was not finished is forgotten."""
+    def start(self, is_checkpoint_format: object = True) -> None:
+        """What came of an update that was not finished is forgotten. Raises InvalidParameterError for another format."""
+        _check_format(is_checkpoint_format)
         with self._lock:
             forgotten, self._parts = self._parts, []
             self._number += 1
@@ -137,7 +141,18 @@ def read(request: object, memory: WeightMemory | None = None) -> NewWeights | Ra
     Raises InvalidParameterError, naming the tensor or the file; CorruptModelError: it is none; EngineError: there is no memory.
     """
     info = _part_of("update_info", request)
+    if IS_CHECKPOINT_FORMAT in info:
+        _check_format(info[IS_CHECKPOINT_FORMAT])
+        info = {key: value for key, value in info.items() if key != IS_CHECKPOINT_FORMAT}
     return transport_of_part(info).part(info, memory)
+
+
+def _check_format(is_checkpoint_format: object) -> None:
+    if is_checkpoint_format is not True:
+        raise InvalidParameterError(
+            f"{IS_CHECKPOINT_FORMAT}={shown(is_checkpoint_format)}: tensors come by the names and in the shapes of the checkpoint, "
+            "and the engine fuses and shards them; give True, or leave it out"
+        )
 
 
 def _not_started(verb: str) -> InvalidParameterError:

@@ -101,6 +101,25 @@ def test_a_sender_whose_place_another_one_has_taken_disturbs_nothing(expected: l
     second.close()
 
 
+def test_parts_say_what_vllms_trainers_say(expected: list[list[int]], llm: LLM) -> None:
+    """The fields of its update_info, those of earlier releases with them."""
+    sender = WeightSender(llm, world_size=2, timeout_s=60)
+    llm.start_weight_update(is_checkpoint_format=True)
+    of_vllm = {
+        "packed": True,
+        "packed_buffer_size_bytes": 1 << 30,
+        "packed_num_buffers": 2,
+        "is_checkpoint_format": True,
+    }
+    sending = threading.Thread(target=sender.send, args=(changed(1),))
+    sending.start()
+    llm.update_weights({"update_info": {**update_info_of(changed(1)), **of_vllm}})
+    sending.join()
+    llm.finish_weight_update("one")
+    assert tell(llm) == ("one", expected[1])
+    sender.close()
+
+
 def test_groups_leave_nothing_behind(llm: LLM) -> None:
     """Neither those that were joined, nor those in which a rank was waited for in vain."""
     name, norm = "model.norm.weight", changed(0)["model.norm.weight"]

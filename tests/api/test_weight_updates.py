@@ -161,12 +161,25 @@ def test_folders_that_do_not_fit_change_nothing(llm: LLM, expected: list[list[in
     assert tell(llm).outputs[0].token_ids == expected[0]
 
 
+def test_tensors_come_as_a_trainer_has_them(llm: LLM, expected: list[list[int]]) -> None:
+    """Parameters, views and another precision, and a head that is tied to the embedding, which is not read."""
+    given: dict[str, torch.Tensor] = {
+        name: (torch.nn.Parameter(tensor), tensor.double(), tensor.t().contiguous().t())[
+            i % 3 if tensor.dim() == 2 else 0
+        ]
+        for i, (name, tensor) in enumerate(changed(1).items())
+    }
+    assert not all(tensor.is_contiguous() for tensor in given.values())
+    llm.update_weights_from_tensors(given | {"lm_head.weight": 2 * changed(1)["model.embed_tokens.weight"]})
+    assert tell(llm).outputs[0].token_ids == expected[1]
+
+
 def test_parts_count_together_by_the_verbs_of_vllm(llm: LLM, expected: list[list[int]]) -> None:
     tensors = list(changed(1).items())
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
     llm.update_weights({"update_info": {"tensors": {tensors[0][0]: torch.ones(3)}}})
-    llm.start_weight_update()  # the part that does not fit is forgotten
+    llm.start_weight_update(is_checkpoint_format=True)  # the part that does not fit is forgotten
     for i in range(0, len(tensors), 5):
         llm.update_weights({"update_info": {"tensors": dict(tensors[i : i + 5])}})
         assert tell(llm).outputs[0].token_ids == expected[0], "nothing changes before all is there"
@@ -268,6 +281,14 @@ async def test_parts_that_are_forgotten_are_given_back_beside_the_loop(monkeypat
             "must be a list of 1 to 1000 paths",
         ),
         (lambda llm: (llm.start_weight_update(), llm.update_weights({"files": ["/dev/zero"]})), "is no file"),
+        (
+            lambda llm: llm.start_weight_update(is_checkpoint_format=False),
+            "is_checkpoint_format=False: tensors come by",
+        ),
+        (
+            lambda llm: (llm.start_weight_update(), llm.update_weights({"files": [], "is_checkpoint_format": False})),
+            "is_checkpoint_format=False: tensors come by",
+        ),
         (lambda llm: llm.init_weight_transfer_engine({"init_info": {"backend": "nccl"}}), "master_address=None"),
         (lambda llm: llm.init_weight_transfer_engine({"init_info": {"master_port": 1}}), "master_port"),
         (lambda llm: llm.update_weight_version(""), "version=''"),

@@ -45,7 +45,7 @@ class Broadcasts:
 
     def part(self, info: Mapping[str, Any], kept: WeightMemory | None) -> RankJob:
         """As `Transport.part`; EngineError: there is no memory."""
-        only("update_info", info, (*DESCRIBED, "packed"), self.backend)
+        only("update_info", info, (*DESCRIBED, *OF_TRAINER), self.backend)
         return RankJob("receive", laid_out(described(info), kept))
 
     def whole(self, tensors: object, kept: WeightMemory | None) -> RankJob:
