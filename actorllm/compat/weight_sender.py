@@ -119,8 +119,8 @@ class WeightSender:
 
         Raises:
             InvalidParameterError: a tensor is not what it must be, or there is no engine.
-            EngineError: a rank has ended or is silent, and nothing was changed.
-            CorruptModelError: a tensor is not as the model needs it, and nothing was changed.
+            EngineError: a rank has ended or is silent, and nothing was changed; or a server has refused something.
+            CorruptModelError: a tensor is not as an `LLM` needs it, and nothing was changed.
         """
         if self._engine is None:
             raise InvalidParameterError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Container
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +17,14 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from actorllm import __version__
-from actorllm.errors import ActorLLMError, CollectiveCallError, ConfigError, InvalidParameterError, shown
+from actorllm.errors import (
+    ActorLLMError,
+    CollectiveCallError,
+    ConfigError,
+    CorruptModelError,
+    InvalidParameterError,
+    shown,
+)
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import JSONResponse, read_body, state_of, takes
 from actorllm.server.protocol import Body
@@ -36,6 +44,18 @@ def check_processes(number: int, is_asked: bool) -> None:
             f"--api-processes {number}: the endpoints of --enable-dev-endpoints and ${VARIABLE} need one process, which owns the "
             f"engine; leave them out, or use one process"
         )
+
+
+def has_body(request: Request) -> bool:
+    """Of those endpoints that need none."""
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
+def error_of_update(error: ActorLLMError, fields: Container[str] = (), prompt: str | None = None) -> ApiError:
+    """As `error_of`. Weights that the model cannot use are a mistake of the client: a server that failed would be asked again."""
+    if isinstance(error, CorruptModelError):
+        return ApiError(400, str(error))
+    return error_of(error, fields, prompt)
 
 
 class CollectiveRpcRequest(Body):
@@ -74,6 +94,13 @@ class TransferInitRequest(Body):
     """`POST /init_weight_transfer_engine`."""
 
     init_info: dict[str, Any] | None = None
+
+
+class TransferStartRequest(Body):
+    """`POST /start_weight_update`."""
+
+    is_checkpoint_format: bool = True
+    """True alone: tensors have the names and shapes of the checkpoint."""
 
 
 class TransferPartRequest(Body):
@@ -177,7 +204,7 @@ async def update_weights_from_disk(request: Request) -> Response:
             body.folder, version=body.version, running=running
         )
     except ActorLLMError as error:
-        raise error_of(error, FolderUpdateRequest.model_fields, "folder") from error
+        raise error_of_update(error, FolderUpdateRequest.model_fields, "folder") from error
     return JSONResponse({"weight_version": version})
 
 
@@ -192,10 +219,14 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     return JSONResponse({"status": "initialized"})
 
 
-@router.post("/start_weight_update")
+@router.post("/start_weight_update", openapi_extra=takes(TransferStartRequest))
 async def start_weight_update(request: Request) -> Response:
-    """Begin an update in parts; one that was not finished is forgotten."""
-    await state_of(request).llm.start_weight_update()
+    """Begin an update in parts; one that was not finished is forgotten. A body is not needed."""
+    body = await read_body(request, TransferStartRequest) if has_body(request) else TransferStartRequest()
+    try:
+        await state_of(request).llm.start_weight_update(body.is_checkpoint_format)
+    except ActorLLMError as error:
+        raise error_of(error, TransferStartRequest.model_fields) from error
     return JSONResponse({"status": "started"})
 
 
@@ -206,20 +237,19 @@ async def update_weights(request: Request) -> Response:
     try:
         await state_of(request).llm.update_weights({"update_info": body.update_info})
     except ActorLLMError as error:
-        raise error_of(error, TransferPartRequest.model_fields, "update_info") from error
+        raise error_of_update(error, TransferPartRequest.model_fields, "update_info") from error
     return JSONResponse({"status": "updated"})
 
 
 @router.post("/finish_weight_update", openapi_extra=takes(TransferEndRequest))
 async def finish_weight_update(request: Request) -> Response:
     """Compute with all parts from the next step on. A body is not needed."""
-    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-    body = await read_body(request, TransferEndRequest) if has_body else TransferEndRequest()
+    body = await read_body(request, TransferEndRequest) if has_body(request) else TransferEndRequest()
     llm = state_of(request).llm
     try:
         await llm.finish_weight_update(body.weight_version)
     except ActorLLMError as error:
-        raise error_of(error, TransferEndRequest.model_fields, "weight_version") from error
+        raise error_of_update(error, TransferEndRequest.model_fields, "weight_version") from error
     return JSONResponse({"weight_version": llm.weight_version})
 
 
@@ -241,6 +271,7 @@ async def update_weight_version(request: Request) -> Response:
     return JSONResponse({"weight_version": body.new_version})
 
 
+@router.get("/weight_info")
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
     return JSONResponse({"weight_version": state_of(request).llm.weight_version})
@@ -266,5 +297,9 @@ async def server_info(request: Request) -> Response:
 
 @router.get("/get_world_size")
 async def get_world_size(request: Request) -> Response:
+    """How many ranks there are. Query: include_dp=false, those of one replica."""
+    include = request.query_params.get("include_dp", "true").lower()
+    if include not in ("true", "false"):
+        raise InvalidParameterError(f"include_dp={shown(include)} must be true or false")
     config = state_of(request).engine.config
-    return JSONResponse({"world_size": config.world_size * config.data_parallel_size})
+    return JSONResponse({"world_size": config.world_size * (config.data_parallel_size if include == "true" else 1)})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from actorllm import AsyncLLM
@@ -107,6 +109,9 @@ async def test_weights_come_in_parts_by_the_verbs_of_vllm(sleeper: AsyncLLM, tmp
         assert (status, "call start_weight_update first" in told["error"]["message"]) == (400, True)
         assert (await post("/init_weight_transfer_engine", init_info={"backend": "nccl"}))[0] == 400
         assert (await post("/init_weight_transfer_engine", init_info={}))[0] == 200
+        status, told = await post("/start_weight_update", is_checkpoint_format=False)
+        assert (status, told["error"]["param"]) == (400, "is_checkpoint_format"), told
+        assert (await post("/start_weight_update", is_checkpoint_format=True))[0] == 200
         assert (await post("/start_weight_update"))[0] == 200
         for half in (tensors[::2], tensors[1::2]):
             save_file(dict(half), part)
@@ -115,7 +120,7 @@ async def test_weights_come_in_parts_by_the_verbs_of_vllm(sleeper: AsyncLLM, tmp
         status, told = await post("/update_weights", update_info={"files": [str(part)]})
         assert (status, told["error"]["param"]) == (400, "update_info"), told
         part.write_bytes(b"none")
-        assert (await post("/update_weights", update_info={"files": [str(part)]}))[0] == 500
+        assert (await post("/update_weights", update_info={"files": [str(part)]}))[0] == 400
         assert await post("/finish_weight_update", weight_version="parts") == (200, {"weight_version": "parts"})
         text = (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"]
         assert text != first
@@ -124,6 +129,28 @@ async def test_weights_come_in_parts_by_the_verbs_of_vllm(sleeper: AsyncLLM, tmp
         body = {"folder": str(write(tmp_path / "whole", changed(2)))}
         assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
         assert (await client.post("/v1/completions", json=BODY)).json()["choices"][0]["text"] == text
+
+
+async def test_weights_that_do_not_fit_are_a_mistake_of_the_client(sleeper: AsyncLLM, tmp_path: Path) -> None:
+    """A server that says that it failed itself is asked again, and says then that no update was started."""
+    folder = write(tmp_path / "wrong", {**changed(1), "model.norm.weight": torch.ones(3)})
+    async with client_of(create_app(sleeper, enable_dev_endpoints=True)) as client:
+        await client.post("/start_weight_update")
+        body = {"update_info": {"files": [str(folder / "model.safetensors")]}}
+        assert (await client.post("/update_weights", json=body)).status_code == 200
+        finished = await client.post("/finish_weight_update")
+        read = await client.post("/update_weights_from_disk", json={"folder": str(folder)})
+        for refused in (finished, read):
+            assert (refused.status_code, "has shape (3,)" in refused.text) == (400, True), refused.text
+        assert (await client.get("/weight_info")).json() == {"weight_version": "0"}
+
+
+async def test_the_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, sleeper: AsyncLLM) -> None:
+    monkeypatch.setattr(sleeper._engine, "config", replace(sleeper._engine.config, data_parallel_size=3))
+    async with client_of(create_app(sleeper, enable_dev_endpoints=True)) as client:
+        for query, said in (("", 3), ("?include_dp=true", 3), ("?include_dp=False", 1)):
+            assert (await client.get(f"/get_world_size{query}")).json() == {"world_size": said}
+        assert (await client.get("/get_world_size?include_dp=x")).status_code == 400
 
 
 async def test_answers_with_token_ids_tell_which_weights_sampled_them(sleeper: AsyncLLM, tmp_path: Path) -> None:
