@@ -182,6 +182,35 @@ async def test_the_server_takes_what_gateways_send(fleet: AsyncLLM) -> None:
 
 
 @pytest.mark.anyio
+async def test_ids_are_taken_of_gateways_as_texts_are(fleet: AsyncLLM) -> None:
+    await all_run(fleet)
+    await fleet.reset_prefix_cache()
+    transport = httpx.ASGITransport(app=create_app(fleet))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+
+        async def generate(status: int, num_tokens: int, **more: Any) -> dict[str, Any]:
+            body = {"token_ids": list(range(10, 200)), "sampling_params": {"seed": 3, "max_tokens": num_tokens, **more}}
+            asks = {"kv_transfer_params": given}
+            response = await client.post("/inference/v1/generate", json=body | asks)
+            assert response.status_code == status, response.text
+            told: dict[str, Any] = response.json()
+            return told
+
+        given: Any = {"do_remote_decode": True, "remote_engine_id": None}
+        assert (await generate(400, 2))["error"]["param"] == "kv_transfer_params"
+        assert "extra_args" in (await generate(400, 1, extra_args=3))["error"]["message"]
+        given = (await generate(200, 1, extra_args={"mine": 1}))["kv_transfer_params"]
+        assert given["do_remote_prefill"]
+        before = (await transfers(fleet))[DECODE]["num_pulled_blocks"]
+        decoded = await generate(200, 8)
+        assert (await transfers(fleet))[DECODE]["num_pulled_blocks"] > before
+        assert decoded["kv_transfer_params"] is None
+        given = None
+        await fleet.reset_prefix_cache()
+        assert decoded["choices"] == (await generate(200, 8))["choices"]
+
+
+@pytest.mark.anyio
 async def test_streams_tell_a_gateway_with_their_end(fleet: AsyncLLM) -> None:
     await all_run(fleet)
     await fleet.reset_prefix_cache()
@@ -195,14 +224,19 @@ async def test_streams_tell_a_gateway_with_their_end(fleet: AsyncLLM) -> None:
             assert events.pop() == "[DONE]"
             return [json.loads(event) for event in events]
 
-        computed = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        def asked(path: str, **more: Any) -> dict[str, Any]:
+            return {"sampling_params": more} if path.startswith("/inference") else more
+
+        asks = {"kv_transfer_params": {"do_remote_decode": True}}
         chat = {"messages": [{"role": "user", "content": PROMPTS[4]}]}
-        for path, prompt in (("/v1/completions", {"prompt": PROMPTS[3]}), ("/v1/chat/completions", chat)):
-            told = await chunks(path, **prompt, **computed)
+        ids = {"token_ids": list(range(10, 200))}
+        paths = {"/v1/completions": {"prompt": PROMPTS[3]}, "/v1/chat/completions": chat, "/inference/v1/generate": ids}
+        for path, prompt in paths.items():
+            told = await chunks(path, **prompt, **asked(path, max_tokens=1), **asks)
             assert [bool(one.get("kv_transfer_params")) for one in told] == [False] * (len(told) - 1) + [True]
             given = told[-1]["kv_transfer_params"]
             before = (await transfers(fleet))[DECODE]["num_pulled_blocks"]
-            decoded = await chunks(path, **prompt, max_tokens=4, kv_transfer_params=given)
+            decoded = await chunks(path, **prompt, **asked(path, max_tokens=4), kv_transfer_params=given)
             assert not any("kv_transfer_params" in one for one in decoded)
             assert (await transfers(fleet))[DECODE]["num_pulled_blocks"] > before
 

@@ -21,6 +21,7 @@ from actorllm.server.protocol import Body, Few, Objective, StreamOptions, TokenI
 from actorllm.server.random_names import random_name
 from actorllm.server.sampling import SAMPLING_FIELDS, Defaults, extras_of
 from actorllm.server.shape import DONE, PromptState, Shape, usage, versions_of
+from actorllm.types.kv_transfer import NAME as KV_TRANSFER
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind, SamplingParams
 
@@ -50,6 +51,7 @@ class InferenceRequest(Body):
     is_latency_sensitive: bool | None = None
     type_info: str | None = None
     tenant: str | None = None
+    kv_transfer_params: Annotated[dict[str, Any], Few] | None = None
 
     def renamed(self) -> dict[str, str]:
         return {name: f"sampling_params.{name}" for name in SAMPLING_FIELDS}
@@ -81,6 +83,9 @@ def ask(
         raise ApiError(400, f"output_mode={shown(mode)} must be one of {', '.join(MODES)}", "output_mode")
     given = {"max_tokens": None, **body.sampling_params}  # None: as many as there is room for
     given["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    extra = given.get("extra_args")
+    if body.kv_transfer_params is not None and isinstance(extra, Mapping | None):
+        given["extra_args"] = {**(extra or {}), KV_TRANSFER: body.kv_transfer_params}
     try:
         params = SamplingParams(**given)
     except TypeError as error:  # a name that is none of its arguments
@@ -122,7 +127,7 @@ class TokensShape(Shape):
             "usage": self._usage(),
             "prompt_logprobs": None if output.prompt_logprobs is None else of_prompt(output),
             "prompt_token_ids": output.prompt_token_ids if self._has_prompt else None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": output.kv_transfer_params,
         }
         return orjson.dumps(tree)
 
@@ -136,6 +141,8 @@ class TokensShape(Shape):
         if self._has_prompt and not self._state.has_begun:
             tree["prompt_token_ids"] = output.prompt_token_ids
         self._state.has_begun = True
+        if output.kv_transfer_params is not None:  # with the end
+            tree["kv_transfer_params"] = output.kv_transfer_params
         return b"data: %b\n\n" % orjson.dumps(tree)
 
     def close(self) -> bytes:
