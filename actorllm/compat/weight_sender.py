@@ -52,6 +52,8 @@ class SteeredEngine(Protocol):
 class WeightSender:
     """See the module docstring. Not thread-safe."""
 
+    _is_closed = False
+
     def __init__(
         self,
         engine: SteeredEngine | str | None = None,
@@ -118,7 +120,7 @@ class WeightSender:
             version: a name for the weights; None (default): the number of the update.
 
         Raises:
-            InvalidParameterError: a tensor is not what it must be, or there is no engine.
+            InvalidParameterError: a tensor is not what it must be, there is no engine, or the sender is closed.
             EngineError: a rank has ended or is silent, and nothing was changed; or a server has refused something.
             CorruptModelError: a tensor is not as an `LLM` needs it, and nothing was changed.
         """
@@ -126,6 +128,7 @@ class WeightSender:
             raise InvalidParameterError(
                 "engine=None: call its verbs, and send() meanwhile; or give WeightSender an engine"
             )
+        self._check_open()
         named = named_tensors(tensors)
         self._group.check()  # else ranks that another trainer has met would wait for this one
         self._engine.start_weight_update()
@@ -136,11 +139,18 @@ class WeightSender:
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast tensors, which the ranks wait for. Raises InvalidParameterError; EngineError: a rank has ended or is silent."""
+        self._check_open()
         self._group.send(named_tensors(tensors))
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
+        self._is_closed = True
         self._group.close()
+
+    def _check_open(self) -> None:
+        """Else the engine would begin an update, and say that its trainer has ended."""
+        if self._is_closed:
+            raise InvalidParameterError("this WeightSender is closed; make another one, which the ranks meet")
 
 
 class HttpEngine:

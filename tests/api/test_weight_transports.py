@@ -87,6 +87,11 @@ def test_a_sender_updates_an_engine_of_its_program(expected: list[list[int]], ll
     sender.update(changed(1), version="again")
     assert tell(llm) == ("again", expected[1]), "the group has outlived what could not be used"
     sender.close()
+    for sends in (sender.update, sender.send):
+        with pytest.raises(InvalidParameterError, match="this WeightSender is closed; make another one"):
+            sends(changed(2))
+    with pytest.raises(InvalidParameterError, match="call start_weight_update first"):
+        llm.finish_weight_update()  # a sender that is closed has begun none
 
 
 def test_a_sender_whose_place_another_one_has_taken_disturbs_nothing(expected: list[list[int]], llm: LLM) -> None:
