@@ -76,6 +76,8 @@ def _check(given: Mapping[str, Any], number: int, reason: str | None) -> None:
     for name in ("max_replicas", "nodes", "data_parallel_size_local", "ray_address"):
         if given[name]:
             raise ConfigError(f"{told} is not supported with {name}={given[name]!r:.80} yet; leave one of them out")
+    if given["topology"] == "inline":
+        raise ConfigError(f"{told} needs processes, and topology='inline' computes in this one; use topology='process'")
     if "ray" in (given["data_parallel_backend"], given["distributed_executor_backend"]):
         raise ConfigError(f"{told} is for replicas of this machine yet, and Ray places them elsewhere; leave one out")
 

@@ -414,7 +414,7 @@ def test_names_of_vllm() -> None:
         ({"roles": "1P1D", "pipeline_parallel_size": 2}, "with several stages"),
         ({"roles": "1P1D", "record": "/tmp/x"}, "with record="),
         ({"roles": "1P1D", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
-        ({"roles": "1P1D", "topology": "inline"}, "topology='process'"),
+        ({"roles": "1P1D", "topology": "inline"}, "roles='1P1D' needs processes, .* use topology='process'"),
         ({"roles": "90P90D"}, "64 replicas"),
         (
             {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
