@@ -296,16 +296,19 @@ class TransferGroup:
         """Raises RuntimeError."""
         with self._on_stream():
             work = self._group.broadcast(tensor, TRAINER)
-            if self._stream is None:
-                work.wait()  # as long as the group may be silent
-                return
-            until = now() + self.place.timeout_s
-            while not work.is_completed():
-                if now() > until:
-                    self._group.abort()
-                    raise RuntimeError("nothing came in time")
-                time.sleep(POLL_S)
-            work.wait()
+            try:
+                if self._stream is None:
+                    work.wait()  # as long as the group may be silent
+                    return
+                until = now() + self.place.timeout_s
+                while not work.is_completed():
+                    if now() > until:
+                        self._group.abort()
+                        raise RuntimeError("nothing came in time")
+                    time.sleep(POLL_S)
+                work.wait()
+            finally:
+                del work  # it has the connections, and an error keeps this frame: the others would wait for this rank
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

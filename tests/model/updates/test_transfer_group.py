@@ -242,6 +242,18 @@ def test_a_rank_that_does_not_take_part_is_named() -> None:
         assert taken == []
 
 
+def test_a_rank_that_another_one_sends_on_to_ends() -> None:
+    """What the trainer sends reaches it by way of a rank, which leaves at once, though its error is kept."""
+    tensors = {"large": torch.zeros(64 << 20, dtype=torch.uint8)}
+    with group_of(3, timeout_s=600) as (trainer, ranks):
+        ranks[2]._come("1")
+        ranks[2]._group = ranks[2]._store = None  # as a process that was killed: nothing is said
+        waiting = [beside(rank.receive, layout_of(tensors), None) for rank in ranks[:2]]
+        for one in [beside(trainer.send, named_tensors(tensors)), *waiting]:
+            with pytest.raises(EngineError, match="has ended"):
+                one.result(60)
+
+
 def test_who_waits_is_given_up() -> None:
     with group_of(1, timeout_s=600) as (trainer, ranks):
         is_over = threading.Event()
