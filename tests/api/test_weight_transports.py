@@ -97,10 +97,11 @@ def test_a_sender_updates_an_engine_of_its_program(expected: list[list[int]], ll
 def test_a_sender_whose_place_another_one_has_taken_disturbs_nothing(expected: list[list[int]], llm: LLM) -> None:
     first = WeightSender(llm, world_size=2, timeout_s=600)
     second = WeightSender(llm, world_size=2, timeout_s=600)
-    for _ in range(2):
-        with pytest.raises(EngineError, match="make another WeightSender"):
-            first.update(changed(2))
-        first.close()
+    with pytest.raises(EngineError, match="make another WeightSender"):
+        first.update(changed(2))
+    first.close()
+    with pytest.raises(InvalidParameterError, match="this WeightSender is closed"):
+        first.update(changed(2))
     second.update(changed(1), version="second")
     assert tell(llm) == ("second", expected[1])
     second.close()
