@@ -203,12 +203,20 @@ def test_rules_about_tokens_do_not_change_what_the_script_has_chosen() -> None:
 
 
 async def test_a_request_that_was_left_delays_no_other_in_real_time() -> None:
-    answers = [ScriptedAnswer("never", first_token_s=3600.0), "second"]
-    async with ScriptedAsyncLLM(answers) as llm:
-        with anyio.move_on_after(0.05) as scope:
-            await ask(llm, "x")
-        assert scope.cancelled_caught
-        assert (await ask(llm, "y")).outputs[0].text == "second"
+    asked: list[str] = []
+
+    def answer(prompt: str) -> ScriptedAnswer:
+        asked.append(prompt)
+        return ScriptedAnswer("never", first_token_s=3600.0) if prompt == "x" else ScriptedAnswer("second")
+
+    async with ScriptedAsyncLLM(answer) as llm:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, llm, "x")
+            while not asked:  # else it may be left before the script hears of it
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(20.0):
+            assert (await ask(llm, "y")).outputs[0].text == "second"
 
 
 async def test_a_request_that_was_left_delays_no_other_after_one_like_it_has_failed() -> None:
