@@ -178,7 +178,7 @@ class Sizes(LinearWeight):
         return self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("a weight of which only the sizes are known computes nothing")
 
 
 class Shapes(Weights):

@@ -29,7 +29,9 @@ def test_connections_to_one_peer_end(host: str, name: str, family: socket.Addres
         try:
             near, far, port = stack.enter_context(connected(host, family))
         except OSError:
-            pytest.skip(f"this machine has no {host}")
+            if family != socket.AF_INET6:
+                raise
+            pytest.skip("this machine has no IPv6")
         other, other_far, other_port = stack.enter_context(connected(host, family))
         reading, writing = socket.socketpair()
         stack.enter_context(reading), stack.enter_context(writing)
